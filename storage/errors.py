@@ -1,0 +1,195 @@
+"""Errors of the store.
+
+StoreError
++-- StoreRefusal            an operation's condition did not hold; its batch went on without it
+|   +-- Fenced              409 the incarnation is no longer on the record
+|   +-- ClaimNotHeld        409 the claim was settled, reaped or never made
+|   +-- NotOwner            403 the record belongs to another user
++-- ResumeRefused           a position that cannot be resumed
+|   +-- DatabaseGenerationChanged   409
+|   +-- ResumeHistoryUnavailable    410
++-- EntryDamaged            410 an entry fails its checksum or cannot be decoded
++-- EntryGone               410 an entry was pruned
++-- StoreUnavailable        503 the disk or the database does not answer; try again
+|   +-- StoreFull           507 no space (disk, LMDB map)
++-- StoreUnusable           the store cannot be opened, and trying again does not help
+    +-- StoreLocked         another process has it
+    +-- StoreTooNew         written by a newer version
+    +-- StoreCorrupt        what is on disk is not what was written
+
+Fields first, text in ``__str__``; callers match class or ``code``, never the text. No payload, no
+password and no key is ever a field.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+__all__ = [
+    "ClaimNotHeld",
+    "DatabaseGenerationChanged",
+    "EntryDamaged",
+    "EntryGone",
+    "Fenced",
+    "NotOwner",
+    "ResumeHistoryUnavailable",
+    "ResumeRefused",
+    "StoreCorrupt",
+    "StoreError",
+    "StoreFull",
+    "StoreLocked",
+    "StoreRefusal",
+    "StoreTooNew",
+    "StoreUnavailable",
+    "StoreUnusable",
+]
+
+
+class StoreError(Exception):
+    """Root of all errors of the store. code: stable number in the style of HTTP."""
+
+    code: ClassVar[int] = 500
+
+
+class StoreRefusal(StoreError):
+    """An operation's condition did not hold; nothing of it was applied."""
+
+    code = 409
+
+
+@dataclass(eq=True)
+class Fenced(StoreRefusal):
+    """The incarnation is no longer on the record (or the record is gone)."""
+
+    consumer_id: int
+
+    def __str__(self) -> str:
+        return f"consumer {self.consumer_id}: the incarnation is no longer on the record"
+
+
+@dataclass(eq=True)
+class ClaimNotHeld(StoreRefusal):
+    """A claim that is settled under must exist; this one does not."""
+
+    consumer_id: int
+    claim: int
+
+    def __str__(self) -> str:
+        return f"consumer {self.consumer_id}: claim {self.claim} is no longer held"
+
+
+@dataclass(eq=True)
+class NotOwner(StoreRefusal):
+    """The record belongs to another user (P14)."""
+
+    consumer_id: int
+    code = 403
+
+    def __str__(self) -> str:
+        return f"consumer {self.consumer_id} belongs to another user"
+
+
+class ResumeRefused(StoreError):
+    """A position that cannot be resumed."""
+
+    code = 410
+
+
+@dataclass(eq=True)
+class DatabaseGenerationChanged(ResumeRefused):
+    """The position was given by another generation of the database, or is ahead of its head."""
+
+    held: str
+    current: str
+    position: int
+    head: int
+    code = 409
+
+    def __str__(self) -> str:
+        if self.held == self.current:
+            return f"position {self.position} is ahead of the head {self.head}"
+        return f"position {self.position} is of generation {self.held}, now {self.current}"
+
+
+@dataclass(eq=True)
+class ResumeHistoryUnavailable(ResumeRefused):
+    """An entry after the position that matches was pruned, or is damaged."""
+
+    position: int
+    floor: int
+    topic: bytes = b""
+    code = 410
+
+    def __str__(self) -> str:
+        return f"history after {self.position} is no longer complete (lost through {self.floor})"
+
+
+@dataclass(eq=True)
+class EntryDamaged(StoreError):
+    """An entry fails its checksum or cannot be decoded. topic: b"" when it cannot be told."""
+
+    offset: int
+    topic: bytes = b""
+    code = 410
+
+    def __str__(self) -> str:
+        return f"entry {self.offset} is damaged"
+
+
+@dataclass(eq=True)
+class EntryGone(StoreError):
+    """An entry was pruned."""
+
+    offset: int
+    code = 410
+
+    def __str__(self) -> str:
+        return f"entry {self.offset} was pruned"
+
+
+@dataclass(eq=True)
+class StoreUnavailable(StoreError):
+    """The disk or the database does not answer; nothing was written; trying again may help."""
+
+    reason: str
+    code = 503
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+@dataclass(eq=True)
+class StoreFull(StoreUnavailable):
+    """No space is left on the disk, or the LMDB map is at its maximum."""
+
+    code = 507
+
+
+@dataclass(eq=True)
+class StoreUnusable(StoreError):
+    """The store cannot be opened. path: of the data directory."""
+
+    path: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.reason}"
+
+
+@dataclass(eq=True)
+class StoreLocked(StoreUnusable):
+    """Another process has the data directory. pid: 0 when it cannot be told."""
+
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.path} is in use by process {self.pid}: {self.reason}"
+
+
+class StoreTooNew(StoreUnusable):
+    """Written by a newer version of amqtt-durable."""
+
+
+class StoreCorrupt(StoreUnusable):
+    """What is on disk is not what was written."""
