@@ -1,0 +1,39 @@
+"""Counts that are kept as work is done, never by scanning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Figures"]
+
+
+@dataclass(slots=True)
+class Figures:
+    """What the broker did since it started. All are counts of events.
+
+    dropped_qos0: QoS 0 messages not written, because the client reads too slowly.
+    dropped_queue: QoS 1 and 2 messages that a transient session's full queue did not take.
+    refused_retained: retained messages not stored, because of the limit.
+    resets: reason -> sessions deleted because their position could not be resumed.
+    """
+
+    connections: int = 0
+    connects: int = 0
+    connects_refused: int = 0
+    takeovers: int = 0
+    malformed: int = 0
+    published: int = 0
+    logged: int = 0
+    delivered: int = 0
+    redelivered: int = 0
+    settled: int = 0
+    dropped_qos0: int = 0
+    dropped_queue: int = 0
+    refused_retained: int = 0
+    resumed: int = 0
+    fenced: int = 0
+    claims_not_held: int = 0
+    expired: int = 0
+    pruned_blocks: int = 0
+    wills: int = 0
+    resets: dict[str, int] = field(default_factory=dict)

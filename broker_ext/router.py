@@ -1,0 +1,174 @@
+"""Who gets a message, and whether it must be stored.
+
+A message is logged when it has QoS >= 1 and matches the filter of at least one durable consumer,
+connected or not. To know that takes the set of distinct durable filters with reference counts, not
+the sessions: a session at rest costs no memory here, and no work per message.
+
+The answer for a topic (a ``Route``) is remembered until any subscription changes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from broker_ext.topics import FilterTree
+from storage.api import RETAINED, Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from broker_ext.figures import Figures
+    from broker_ext.retained import RetainedStore
+    from broker_ext.session import Session
+    from storage.api import FilterCount
+    from storage.committer import Committer
+
+__all__ = ["Route", "Router"]
+
+ROUTES_MAX: Final = 65_536
+"""Topics whose receivers are remembered; a client can invent a topic per message (P12)."""
+
+
+class _Place:
+    """What stands at one topic filter."""
+
+    __slots__ = ("durable", "subscribers")
+
+    def __init__(self) -> None:
+        self.durable = 0
+        self.subscribers: dict[Session, int] | None = None
+
+
+class Route:
+    """The receivers of one topic.
+
+    log: a durable consumer wants it. durable: connected durable sessions and the QoS (>= 1) each
+    was granted. direct: connected sessions that are served from memory, with their QoS: transient
+    ones, and durable ones that only have QoS 0 here.
+    """
+
+    __slots__ = ("direct", "durable", "log")
+
+    def __init__(
+        self, log: bool, durable: list[tuple[Session, int]], direct: list[tuple[Session, int]]
+    ) -> None:
+        self.log = log
+        self.durable = durable
+        self.direct = direct
+
+
+class Router:
+    """Routes every message of the broker. One object for each broker."""
+
+    def __init__(self, committer: Committer, retained: RetainedStore, figures: Figures) -> None:
+        self.committer = committer
+        self.retained = retained
+        self.figures = figures
+        self.guarded = False
+        """A topic plugin must be asked for each delivery (the seam sets it)."""
+        self._places: FilterTree[_Place] = FilterTree(_Place)
+        self._routes: dict[bytes, Route] = {}
+
+    # -------------------------------------------------------------------- subscriptions
+
+    def load(self, filters: Iterable[FilterCount]) -> None:
+        """Take over the distinct durable filters of the store at start."""
+        at = self._places.at
+        for topic_filter, count in filters:
+            at(topic_filter).durable = count
+        self._routes.clear()
+
+    def count(self, topic_filter: bytes, change: int) -> None:
+        """A durable consumer got (+1) or lost (-1) this filter with QoS >= 1."""
+        place = self._places.at(topic_filter)
+        place.durable += change
+        assert place.durable >= 0, "a durable filter was released more often than taken"
+        self._forget(topic_filter, place)
+
+    def attach(self, session: Session, topic_filter: bytes, qos: int) -> None:
+        """Deliver what matches to a connected session."""
+        place = self._places.at(topic_filter)
+        if place.subscribers is None:
+            place.subscribers = {}
+        place.subscribers[session] = qos
+        self._routes.clear()
+
+    def detach(self, session: Session, topic_filter: bytes) -> None:
+        """Undo ``attach``; harmless if it was not done."""
+        place = self._places.find(topic_filter)
+        if place is not None and place.subscribers is not None:
+            place.subscribers.pop(session, None)
+            self._forget(topic_filter, place)
+
+    def _forget(self, topic_filter: bytes, place: _Place) -> None:
+        if not place.durable and not place.subscribers:
+            self._places.remove(topic_filter)
+        self._routes.clear()
+
+    # --------------------------------------------------------------------------- routing
+
+    def route(self, topic: bytes) -> Route:
+        """The receivers of a topic name."""
+        route = self._routes.get(topic)
+        if route is None:
+            route = self._find(topic)
+            if len(self._routes) >= ROUTES_MAX:
+                self._routes.clear()
+            self._routes[topic] = route
+        return route
+
+    def _find(self, topic: bytes) -> Route:
+        log = False
+        receivers: dict[Session, int] = {}
+        for place in self._places.match(topic):
+            if place.durable:
+                log = True
+            if place.subscribers:
+                for session, qos in place.subscribers.items():
+                    if receivers.get(session, -1) < qos:
+                        receivers[session] = qos  # overlapping filters: once, at the highest QoS
+        durable: list[tuple[Session, int]] = []
+        direct: list[tuple[Session, int]] = []
+        for session, qos in receivers.items():
+            (durable if qos and session.durable else direct).append((session, qos))
+        return Route(log, durable, direct)
+
+    def publish(  # noqa: PLR0913 - the fields of a message; this is the hot path
+        self,
+        topic: bytes,
+        payload: bytes,
+        qos: int,
+        *,
+        retain: bool = False,
+        origin: bytes = b"",
+        expires_ms: int = 0,
+        properties: bytes = b"",
+    ) -> bool:
+        """Hand one message to everybody who is to have it.
+
+        Returns whether it is stored: then it may be acknowledged when the committer's open batch
+        is committed, and not before (P1).
+        """
+        route = self._routes.get(topic) or self.route(topic)
+        stored = False
+        if retain:
+            stored = self.retained.keep(topic, payload, qos, origin, expires_ms, properties)
+        if qos and route.log:
+            entry = self.committer.append(
+                topic, payload, qos, RETAINED if retain else 0, origin, expires_ms, properties
+            )
+            stored = True
+            for session, granted in route.durable:
+                session.offer(entry, granted if granted < qos else qos)
+            if not route.direct:
+                return True
+        elif route.direct or route.durable:
+            flags = RETAINED if retain else 0
+            entry = Entry(0, topic, payload, qos, flags, origin, expires_ms, properties)
+            for session, _ in route.durable:
+                session.pass_on(entry, 0)  # QoS 0: live, without a position
+        else:
+            return stored
+        for session, granted in route.direct:
+            session.pass_on(entry, granted if granted < qos else qos)
+        return stored

@@ -1,0 +1,389 @@
+"""Group commit: the event loop collects writes while the store commits the previous batch.
+
+Rule 1. First in, first out. A batch is retried until the store takes it, so an offset that was
+        assigned is never given to another entry and nothing that was promised is dropped.
+Rule 2. Who waits for nothing does not hurry: ``lazy`` work (settlements) rides along with the next
+        batch, or goes by itself after LAZY_MS.
+Rule 3. A batch is closed at the last moment. Whoever joined it is asked for its operations then
+        (``Participant.collect``), so that one consumer writes once for each batch.
+Rule 4. Bytes in flight are bounded. Above ``bytes_max`` ``over`` is true; who feeds us stops reading
+        and is called back when there is room (P12).
+
+Failures (P11): StoreUnavailable and its kind keep the batch and try again, 50 ms to 1 s later;
+operations that somebody is waiting for with an answer of its own (``retry=False``: CONNECT,
+SUBSCRIBE) get the error at once and leave the batch. Any other exception is a bug in one operation:
+the batch is taken apart, so that it fails alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import Final, Protocol, TypeAlias
+
+from storage.api import Batch, Entry, Op, Outcome, Store
+from storage.clock import Clock
+from storage.errors import StoreError, StoreUnavailable
+
+__all__ = ["Committer", "Done", "Participant"]
+
+LAZY_MS: Final = 10
+"""How long a settlement may wait for company: far below what a client would notice after a crash."""
+RETRY_MS_MIN: Final = 50
+RETRY_MS_MAX: Final = 1000
+TAIL_BYTES_MAX: Final = 4 << 20
+"""Recent entries kept in memory, so that a consumer that is a moment behind need not read."""
+ENTRY_OVERHEAD_BYTES: Final = 64
+
+Done: TypeAlias = Callable[[Outcome], None]
+"""Called in the event loop with the outcome of an operation, or the exception that it met."""
+
+log = logging.getLogger("amqtt_durable.store")
+
+
+class Participant(Protocol):
+    """Somebody who writes at most one thing for each batch."""
+
+    def collect(self) -> None:
+        """Add operations to the open batch now; it is closed right after."""
+        ...
+
+
+class _Open:
+    """A batch that is being filled."""
+
+    __slots__ = ("after", "appended_bytes", "done", "entries", "ops", "participants", "retry")
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.ops: list[Op] = []
+        self.done: list[Done] = []
+        self.retry: list[bool] = []
+        self.after: list[Callable[[], None]] = []
+        self.participants: dict[Participant, None] = {}
+        self.appended_bytes = 0
+
+    def fail_impatient(self, error: StoreError) -> None:
+        """Take out what is not to be retried, and tell who waits."""
+        gone = [done for done, retry in zip(self.done, self.retry, strict=True) if not retry]
+        if not gone:
+            return
+        keep = [i for i, retry in enumerate(self.retry) if retry]
+        self.ops = [self.ops[i] for i in keep]
+        self.done = [self.done[i] for i in keep]
+        self.retry = [True] * len(keep)
+        for done in gone:
+            _call(done, error)
+
+
+def _call(done: Done, outcome: Outcome) -> None:
+    try:
+        done(outcome)
+    except Exception:
+        # our own bug, in one session's bookkeeping: the others of this batch must still be told
+        log.exception("a completion failed")
+
+
+class Committer:
+    """The one writer's queue. All methods are called from the event loop."""
+
+    def __init__(
+        self, store: Store, clock: Clock, *, head: int, bytes_max: int = 16 << 20
+    ) -> None:
+        self.store = store
+        self.clock = clock
+        self.head = head
+        """Highest committed offset."""
+        self.last = head
+        """Highest assigned offset."""
+        self.bytes_max = bytes_max
+        self.over = False
+        self.batches = 0
+        self.failing_since: float | None = None
+        self.on_health: Callable[[StoreError | None], None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._open = _Open()
+        self._flying: _Open | None = None
+        self._bytes = 0
+        self._handle: asyncio.Handle | None = None
+        self._hurry = False
+        self._retry_ms = RETRY_MS_MIN
+        self._recent: deque[tuple[list[Entry], int]] = deque()
+        self._recent_bytes = 0
+        self._room: list[Callable[[], None]] = []
+        self._idle: asyncio.Event = asyncio.Event()
+        self._idle.set()
+        self._closed = False
+
+    # ------------------------------------------------------------------ filling a batch
+
+    def append(  # noqa: PLR0913 - the fields of an Entry; this is the hot path
+        self,
+        topic: bytes,
+        payload: bytes,
+        qos: int,
+        flags: int = 0,
+        origin: bytes = b"",
+        expires_ms: int = 0,
+        properties: bytes = b"",
+    ) -> Entry:
+        """Assign the next offset to a message. It is durable when the open batch is."""
+        self.last = offset = self.last + 1
+        entry: Entry = tuple.__new__(
+            Entry, (offset, topic, payload, qos, flags, origin, expires_ms, properties)
+        )
+        batch = self._open
+        batch.entries.append(entry)
+        batch.appended_bytes += len(payload) + ENTRY_OVERHEAD_BYTES
+        if not self._hurry:
+            self.hurry()
+        return entry
+
+    def submit(self, op: Op, done: Done, *, retry: bool = True) -> None:
+        """Add one operation. done: gets its outcome after the commit."""
+        batch = self._open
+        batch.ops.append(op)
+        batch.done.append(done)
+        batch.retry.append(retry)
+        if not self._hurry:
+            self.hurry()
+
+    async def apply(self, op: Op, *, retry: bool = False) -> Outcome:
+        """Submit and wait. Raises what the batch met; refusals are raised too."""
+        future: asyncio.Future[Outcome] = self._loop.create_future()
+
+        def done(outcome: Outcome) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, BaseException):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        self.submit(op, done, retry=retry)
+        return await future
+
+    def join(self, participant: Participant, *, lazy: bool) -> None:
+        """Have ``participant.collect`` called when the open batch is closed."""
+        self._open.participants[participant] = None
+        if not self._hurry:
+            if not lazy:
+                self.hurry()
+            elif self._handle is None:
+                self._idle.clear()
+                self._handle = self._loop.call_later(LAZY_MS / 1000, self._flush)
+
+    def after(self, call: Callable[[], None]) -> object:
+        """Have ``call`` run when the open batch is committed. Returns the batch's identity."""
+        batch = self._open
+        batch.after.append(call)
+        if not self._hurry:
+            self.hurry()
+        return batch
+
+    @property
+    def open_batch(self) -> object:
+        """Identity of the batch that is being filled."""
+        return self._open
+
+    def hurry(self) -> None:
+        """Close the open batch as soon as this turn of the loop is over and the store is free."""
+        if self._hurry or self._closed:
+            return
+        self._hurry = True
+        self._idle.clear()
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+        if self._flying is None:
+            self._handle = self._loop.call_soon(self._flush)
+
+    # ----------------------------------------------------------------------- committing
+
+    def _flush(self) -> None:
+        self._handle = None
+        if self._flying is not None:
+            self._hurry = True
+            return
+        batch = self._open
+        self._hurry = True  # what joins while we collect is in this batch: no need to call again
+        for participant in batch.participants:
+            participant.collect()
+        self._hurry = False
+        self._open = _Open()
+        if not (batch.entries or batch.ops):
+            for call in batch.after:
+                call()
+            if self._flying is None and not self._hurry:
+                self._idle.set()
+            return
+        self._flying = batch
+        self._bytes += batch.appended_bytes
+        if batch.entries:
+            self._recent.append((batch.entries, batch.appended_bytes))
+            self._recent_bytes += batch.appended_bytes
+        self._send(batch)
+
+    def _send(self, batch: _Open) -> None:
+        self.store.submit(
+            Batch(batch.entries, batch.ops, self.clock.now_ms()),
+            lambda result: self._done(batch, result),
+        )
+
+    def _done(self, batch: _Open, result: list[Outcome] | BaseException) -> None:
+        if isinstance(result, BaseException):
+            self._failed(batch, result)
+            return
+        self._succeeded()
+        self.batches += 1
+        self._flying = None
+        self._bytes -= batch.appended_bytes
+        if batch.entries:
+            self.head = batch.entries[-1].offset
+            self._trim()
+        if self._hurry:
+            self._flush()
+        elif not self._open.participants:
+            self._idle.set()
+        for call in batch.after:
+            try:
+                call()
+            except Exception:
+                log.exception("a completion failed")
+        for done, outcome in zip(batch.done, result, strict=True):
+            _call(done, outcome)
+        if self.over or self._room:
+            self._make_room()
+
+    def _failed(self, batch: _Open, error: BaseException) -> None:
+        if not isinstance(error, StoreUnavailable) and len(batch.ops) > 0:
+            log.error("a write failed for an unexpected reason", exc_info=error)
+            self._take_apart(batch)
+            return
+        told = error if isinstance(error, StoreError) else StoreUnavailable("write failed")
+        if self.failing_since is None:
+            self.failing_since = self.clock.monotonic()
+            log.error(
+                "the store cannot write (%s): nothing is acknowledged until it can; retrying", told
+            )
+            if self.on_health is not None:
+                self.on_health(told)
+        batch.fail_impatient(told)
+        self._open.fail_impatient(told)
+        self._loop.call_later(self._retry_ms / 1000, self._retry, batch)
+        self._retry_ms = min(self._retry_ms * 2, RETRY_MS_MAX)
+        self.over = self._bytes + self._open.appended_bytes > self.bytes_max
+
+    def _retry(self, batch: _Open) -> None:
+        if self._closed:
+            return
+        self._open.fail_impatient(StoreUnavailable("the store cannot write"))
+        self._send(batch)
+
+    def _succeeded(self) -> None:
+        if self.failing_since is None:
+            return
+        seconds = self.clock.monotonic() - self.failing_since
+        self.failing_since = None
+        self._retry_ms = RETRY_MS_MIN
+        log.warning("the store writes again after %.1f s", seconds)
+        if self.on_health is not None:
+            self.on_health(None)
+
+    def _take_apart(self, batch: _Open) -> None:
+        """One operation is poison: apply the entries, then each operation by itself."""
+        steps = deque(
+            [([], op, done) for op, done in zip(batch.ops, batch.done, strict=True)]
+        )
+        if batch.entries:
+            first: tuple[list[Entry], Op | None, Done] = (batch.entries, None, lambda _: None)
+            parts: deque[tuple[list[Entry], Op | None, Done]] = deque([first, *steps])
+        else:
+            parts = deque(steps)
+        batch.ops, batch.done, batch.retry = [], [], []
+
+        def step(result: list[Outcome] | BaseException) -> None:
+            entries, op, done = parts[0]
+            if isinstance(result, StoreUnavailable) or (
+                isinstance(result, BaseException) and op is None
+            ):
+                self._loop.call_later(RETRY_MS_MAX / 1000, send)
+                return
+            if isinstance(result, BaseException):
+                _call(done, result)
+            elif op is not None:
+                _call(done, result[0])
+            if entries:
+                self.head = entries[-1].offset
+            parts.popleft()
+            send()
+
+        def send() -> None:
+            if not parts:
+                batch.entries = []
+                self._done(batch, [])
+                return
+            entries, op, _ = parts[0]
+            self.store.submit(
+                Batch(entries, [op] if op is not None else [], self.clock.now_ms()), step
+            )
+
+        send()
+
+    # --------------------------------------------------------------------- back pressure
+
+    def pressure(self) -> bool:
+        """Whether the feeder that asks must stop reading (and call ``when_room``)."""
+        self.over = self._bytes + self._open.appended_bytes > self.bytes_max
+        return self.over
+
+    def when_room(self, call: Callable[[], None]) -> None:
+        """Have ``call`` run once there is room again."""
+        self._room.append(call)
+
+    def _make_room(self) -> None:
+        if self._bytes + self._open.appended_bytes <= self.bytes_max // 2:
+            self.over = False
+            waiting, self._room = self._room, []
+            for call in waiting:
+                call()
+
+    # ------------------------------------------------------------------------- the tail
+
+    def since(self, offset: int) -> list[Entry] | None:
+        """All entries after ``offset``, committed or not; None if some are no longer in memory."""
+        if offset >= self.last:
+            return []
+        out: list[Entry] = []
+        if self._open.entries:
+            if self._open.entries[0].offset <= offset + 1:
+                return self._open.entries[offset + 1 - self._open.entries[0].offset :]
+            out = [*self._open.entries]
+        for entries, _ in reversed(self._recent):
+            first = entries[0].offset
+            if first <= offset + 1:
+                return entries[offset + 1 - first :] + out
+            out = entries + out
+        return None
+
+    def _trim(self) -> None:
+        recent = self._recent
+        while self._recent_bytes > TAIL_BYTES_MAX and recent and recent[0][0][-1].offset <= self.head:
+            self._recent_bytes -= recent.popleft()[1]
+
+    # --------------------------------------------------------------------------- the end
+
+    async def drain(self) -> None:
+        """Wait until everything that was submitted is committed."""
+        while self._flying is not None or self._hurry or self._open.participants:
+            self.hurry()
+            self._idle.clear()
+            await self._idle.wait()
+
+    def close(self) -> None:
+        """Take no more."""
+        self._closed = True
+        if self._handle is not None:
+            self._handle.cancel()
