@@ -1,0 +1,97 @@
+"""Sans-io MQTT codec: bytes <-> packets. No sockets, no asyncio, and nothing of ours imported.
+
+Reading: one `Decoder` for each connection, `feed` it what arrived, look at `error` after each
+call. Writing: `encode` any packet, or put the common ones together from the pieces beside it.
+"""
+
+from broker_ext.wire.decoder import PACKET_BYTES_MAX, PACKET_BYTES_MIN, VERSIONS, Decoder
+from broker_ext.wire.encoder import (
+    DISCONNECT,
+    PACKET_ID,
+    PINGREQ,
+    PINGRESP,
+    PUBACK_HEAD,
+    PUBCOMP_HEAD,
+    PUBREC_HEAD,
+    PUBREL_HEAD,
+    UNSUBACK_HEAD,
+    connack,
+    encode,
+    publish_head,
+    variable_length,
+)
+from broker_ext.wire.errors import (
+    MalformedPacket,
+    UnencodablePacket,
+    UnsupportedVersion,
+    WireError,
+)
+from broker_ext.wire.names import TopicNames, check_topic, valid_filter
+from broker_ext.wire.packets import (
+    Auth,
+    Connack,
+    Connect,
+    ConnectWill,
+    Disconnect,
+    Packet,
+    Pingreq,
+    Pingresp,
+    Puback,
+    Pubcomp,
+    Publish,
+    Pubrec,
+    Pubrel,
+    Suback,
+    Subscribe,
+    SubscribeFilter,
+    Unsuback,
+    Unsubscribe,
+)
+from broker_ext.wire.properties import Properties, PropertyValue
+
+__all__ = [
+    "DISCONNECT",
+    "PACKET_BYTES_MAX",
+    "PACKET_BYTES_MIN",
+    "PACKET_ID",
+    "PINGREQ",
+    "PINGRESP",
+    "PUBACK_HEAD",
+    "PUBCOMP_HEAD",
+    "PUBREC_HEAD",
+    "PUBREL_HEAD",
+    "UNSUBACK_HEAD",
+    "VERSIONS",
+    "Auth",
+    "Connack",
+    "Connect",
+    "ConnectWill",
+    "Decoder",
+    "Disconnect",
+    "MalformedPacket",
+    "Packet",
+    "Pingreq",
+    "Pingresp",
+    "Properties",
+    "PropertyValue",
+    "Puback",
+    "Pubcomp",
+    "Publish",
+    "Pubrec",
+    "Pubrel",
+    "Suback",
+    "Subscribe",
+    "SubscribeFilter",
+    "TopicNames",
+    "UnencodablePacket",
+    "Unsuback",
+    "Unsubscribe",
+    "UnsupportedVersion",
+    "WireError",
+    "check_topic",
+    "connack",
+    "encode",
+    "publish_head",
+    "valid_filter",
+    "variable_length",
+]
