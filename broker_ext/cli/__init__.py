@@ -1,0 +1,151 @@
+"""The command line `amqtt-durable`: `serve` runs a durable broker, `demo` shows what it is for.
+
+Each command is declared here and imports what it needs when it runs: `serve` must listen soon,
+so it never pays for paho or rich, and `--help` pays for neither. A further command is one more
+`@app.command()` whose body imports its own module.
+
+Exit codes: 0 done; 1 it could not be done, or the demo counted a broken promise; 2 wrong
+arguments; 3 the demo could not be carried out; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import Annotated
+
+import typer
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,  # a traceback with local variables could show a payload (P13)
+)
+
+
+class Store(StrEnum):
+    """Where history is kept."""
+
+    LMDB = "lmdb"
+    SQLITE = "sqlite"
+
+
+class Durability(StrEnum):
+    """What a commit waits for: the disk, or the operating system."""
+
+    FSYNC = "fsync"
+    OS = "os"
+
+
+class LogLevel(StrEnum):
+    """Levels of Python's logging."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+@app.callback()
+def _amqtt_durable() -> None:
+    """Durable MQTT sessions for the amqtt broker."""
+
+
+@app.command()
+def serve(  # noqa: PLR0913, PLR0917 - one parameter per option is how typer works
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Data directory.  [default: ./amqtt-durable-data]", show_default=False),
+    ] = None,
+    bind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where to listen: 127.0.0.1:1883, [::1]:1883, or :1883 for every interface. "
+            "Port 0 takes a free one.  [default: 127.0.0.1:1883]",
+            show_default=False,
+        ),
+    ] = None,
+    store: Annotated[Store | None, typer.Option(help="Store of the history.")] = None,
+    durability: Annotated[
+        Durability | None,
+        typer.Option(help="What a commit waits for: the disk (fsync) or the system (os)."),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="An amqtt YAML file; the options above override it."),
+    ] = None,
+    log_level: Annotated[
+        LogLevel | None,
+        typer.Option(help="Level of every logger. By default amqtt's own chatter is kept quiet."),
+    ] = None,
+) -> None:
+    """Run the broker until SIGTERM or SIGINT.
+
+    Without --config any user is accepted, therefore on loopback only.
+    """
+    from broker_ext.cli import running, serving  # noqa: PLC0415 - not for `--help`
+    from broker_ext.cli.errors import CannotServe  # noqa: PLC0415
+
+    running.set_up_logging(log_level.value if log_level else None)
+    try:
+        wanted = serving.serving_config(
+            serving.read_yaml(config) if config else {},
+            data=data,
+            bind=serving.parse_bind(bind) if bind is not None else None,
+            store=store.value if store else None,
+            durability=durability.value if durability else None,
+        )
+        running.run(wanted)
+    except CannotServe as exc:
+        typer.echo(f"amqtt-durable: {exc}", err=True)
+        raise typer.Exit(1) from exc
+
+
+@app.command()
+def demo(  # noqa: PLR0913, PLR0917 - one parameter per option is how typer works
+    store: Annotated[Store | None, typer.Option(help="Store of the broker.")] = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=3600, help="How long the sensors publish.")
+    ] = 12,
+    sensors: Annotated[int, typer.Option(min=1, max=200, help="How many sensors.")] = 20,
+    rate: Annotated[
+        int, typer.Option(min=1, max=10_000, help="Readings a second of the whole fleet.")
+    ] = 1000,
+    seed: Annotated[
+        int | None, typer.Option(help="Repeats the readings and the moments of an earlier run.")
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the facts as one JSON object, and nothing else.")
+    ] = False,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="Without our plugin, to see what amqtt does by itself."),
+    ] = False,
+) -> None:
+    """Kill a real broker in mid-traffic and count what was lost.
+
+    A fleet of sensors publishes at QoS 1 and 2 to a gateway that is cut off; the broker is
+    killed with SIGKILL and started again on its data; the gateway comes back. Exits with 1 when
+    anything acknowledged was lost, duplicated after acknowledgement or out of order, or when the
+    gateway's session was not there.
+    """
+    from broker_ext import demo as the_demo  # noqa: PLC0415 - paho and rich are for the demo only
+
+    options = the_demo.Options(
+        store=store.value if store else None,
+        seconds=seconds,
+        sensors=sensors,
+        rate=rate,
+        seed=seed,
+        as_json=as_json,
+        plain=plain,
+    )
+    raise typer.Exit(the_demo.run(options))
+
+
+def main() -> None:
+    """Entry point of the console script `amqtt-durable`."""
+    app()

@@ -1,0 +1,26 @@
+"""Errors of the command line.
+
+CannotServe     the broker cannot be started as asked
+"""
+
+from __future__ import annotations
+
+__all__ = ["CannotServe", "root_cause"]
+
+
+class CannotServe(Exception):  # noqa: N818 - reads as what it says
+    """The broker cannot be started as asked; the text is one line for a person."""
+
+
+def root_cause(exc: BaseException) -> str:
+    """Say in one line what `exc` began with: amqtt wraps what went wrong once or twice."""
+    while exc.__cause__ is not None:
+        exc = exc.__cause__
+    if isinstance(exc, OSError) and exc.strerror:
+        text = exc.strerror if exc.filename is None else f"{exc.filename}: {exc.strerror}"
+    else:
+        text = str(exc)
+    text = " ".join(text.split())
+    if not text or isinstance(exc, (KeyError, TypeError)):  # "'default'" says too little
+        return f"{type(exc).__name__} {text}".strip()
+    return text

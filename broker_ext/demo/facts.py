@@ -1,0 +1,262 @@
+"""The judge of the demo: what was counted, and whether a promise was broken. Pure.
+
+acknowledged   the sensor saw PUBACK (QoS 1) or PUBCOMP (QoS 2).
+delivered      the gateway's application was given the reading, intact, at the QoS it was sent.
+lost           acknowledged, and never delivered.
+duplicated after acknowledgement, per further delivery of a reading:
+    QoS 2      every one. Both sides keep their sessions, so it is exactly once, whatever broke.
+    QoS 1      one that neither of the two reasons explains for which MQTT allows it:
+               - the sensor sent the reading again, because its connection broke before it saw the
+                 PUBACK. It is then another message, once for each time it may have been sent;
+               - the gateway's connection broke so soon after the delivery before that its PUBACK
+                 may not have arrived and been committed: within GRACE_MS. Such a delivery comes on
+                 another connection and has DUP = 1.
+out of order   a reading delivered for the first time after a later one of its sensor and QoS.
+altered        a message that is not, to the byte, one that was published.
+drained        the last reading acknowledged before the gateway came back was delivered; the time
+               is from its CONNACK.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from broker_ext.demo.readings import Reading
+
+__all__ = ["GRACE_MS", "Arrival", "Connection", "Drain", "Facts", "Published", "Tally", "judge"]
+
+GRACE_MS = 1000  # a PUBACK on loopback and its commit take a hundredth of it, on a bad disk a tenth
+
+
+class Published(NamedTuple):
+    """What a sensor knows of one reading. acked_ms: None while not acknowledged.
+
+    sends: how often it may have been sent, at least 1: once, and again for every connection
+    that broke between publishing and acknowledgement.
+    """
+
+    reading: Reading
+    at_ms: int
+    acked_ms: int | None
+    sends: int
+
+
+class Arrival(NamedTuple):
+    """One message that the gateway's application was given. reading: None when altered."""
+
+    reading: Reading | None
+    at_ms: int
+    connection: int
+    dup: bool
+
+
+class Connection(NamedTuple):
+    """One connection of the gateway. down_ms: None while it holds."""
+
+    up_ms: int
+    session_present: bool
+    down_ms: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """Counts of readings at one QoS, or in all; unit: readings (deliveries for the copies)."""
+
+    published: int = 0
+    acknowledged: int = 0
+    delivered: int = 0
+    lost: int = 0
+    duplicated: int = 0
+    out_of_order: int = 0
+    sent_again: int = 0
+    """copies a sensor sent again before it was acknowledged; QoS 1 allows them"""
+    redelivered: int = 0
+    """copies delivered again because the gateway's PUBACK went down with its connection"""
+
+    @property
+    def unacknowledged(self) -> int:
+        """Readings whose acknowledgement never came: the demo gave up waiting for it."""
+        return self.published - self.acknowledged
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            *(getattr(self, name) + getattr(other, name) for name in self.__dataclass_fields__)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """How the gateway caught up after its return. duration_ms: None when it never did."""
+
+    backlog: int
+    duration_ms: int | None
+
+    @property
+    def per_second(self) -> int | None:
+        """Backlog readings a second while draining; None when there is nothing to divide."""
+        return self.backlog * 1000 // self.duration_ms if self.duration_ms else None
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All that was counted in one run."""
+
+    by_qos: Mapping[int, Tally]
+    altered: int
+    session_present: bool
+    drain: Drain
+    acknowledged_per_second: int
+
+    @property
+    def total(self) -> Tally:
+        """Both QoS together."""
+        return sum(self.by_qos.values(), Tally())
+
+    def reasons(self) -> list[str]:
+        """Say which promises were broken; empty when none was."""
+        total = self.total
+        found = [
+            (total.lost, "acknowledged and lost"),
+            (total.duplicated, "duplicated after acknowledgement"),
+            (total.out_of_order, "out of order"),
+            (self.altered, "altered"),
+            (total.unacknowledged, "never acknowledged"),
+        ]
+        reasons = [f"{count} {what}" for count, what in found if count]
+        if not self.session_present:
+            reasons.append("session present was 0")
+        if not total.published:
+            reasons.append("nothing was published")
+        return reasons
+
+
+def judge(
+    published: Iterable[Published],
+    arrivals: Sequence[Arrival],
+    connections: Sequence[Connection],
+    *,
+    grace_ms: int = GRACE_MS,
+) -> Facts:
+    """Count what became of the readings.
+
+    published: each reading once, in any order. arrivals: in the order they came. connections:
+    of the gateway, in order; Arrival.connection is an index. The first one set the session up,
+    the last one is its return.
+    """
+    known = {one.reading: one for one in published}
+    seen: dict[Reading, list[Arrival]] = defaultdict(list)
+    altered = 0
+    for arrival in arrivals:
+        if arrival.reading is None or arrival.reading not in known:
+            altered += 1
+        else:
+            seen[arrival.reading].append(arrival)
+    return Facts(
+        by_qos={qos: _tally(qos, known, seen, connections, grace_ms) for qos in (1, 2)},
+        altered=altered,
+        session_present=len(connections) > 1 and connections[-1].session_present,
+        drain=_drain(known.values(), seen, connections),
+        acknowledged_per_second=_acknowledged_per_second(known.values()),
+    )
+
+
+def _tally(
+    qos: int,
+    known: Mapping[Reading, Published],
+    seen: Mapping[Reading, Sequence[Arrival]],
+    connections: Sequence[Connection],
+    grace_ms: int,
+) -> Tally:
+    mine = [one for one in known.values() if one.reading.qos == qos]
+    delivered = [reading for reading in seen if reading.qos == qos]  # in order of first delivery
+    acknowledged = [one for one in mine if one.acked_ms is not None]
+    copies = [
+        why
+        for reading in delivered
+        for why in _copies(known[reading], seen[reading], connections, grace_ms)
+    ]
+    return Tally(
+        published=len(mine),
+        acknowledged=len(acknowledged),
+        delivered=len(delivered),
+        lost=sum(one.reading not in seen for one in acknowledged),
+        duplicated=copies.count("duplicated"),
+        out_of_order=_out_of_order(delivered),
+        sent_again=copies.count("sent again"),
+        redelivered=copies.count("redelivered"),
+    )
+
+
+def _out_of_order(delivered: Iterable[Reading]) -> int:
+    """Count the readings that came after a later one of their sensor. delivered: of one QoS."""
+    highest: dict[int, int] = defaultdict(int)
+    late = 0
+    for reading in delivered:
+        late += reading.seq < highest[reading.sensor]
+        highest[reading.sensor] = max(reading.seq, highest[reading.sensor])
+    return late
+
+
+def _copies(
+    one: Published,
+    deliveries: Sequence[Arrival],
+    connections: Sequence[Connection],
+    grace_ms: int,
+) -> Iterator[str]:
+    """Say of each delivery after the first what it is. deliveries: of this reading, in order."""
+    spare = one.sends - 1 if one.reading.qos == 1 else 0
+    for before, copy in zip(deliveries, deliveries[1:], strict=False):
+        if one.reading.qos == 1 and _may_redeliver(before, copy, connections, grace_ms):
+            yield "redelivered"
+        elif spare:
+            spare -= 1
+            yield "sent again"
+        else:
+            yield "duplicated"
+
+
+def _may_redeliver(
+    before: Arrival, copy: Arrival, connections: Sequence[Connection], grace_ms: int
+) -> bool:
+    down_ms = connections[before.connection].down_ms
+    return (
+        copy.dup
+        and copy.connection > before.connection
+        and down_ms is not None
+        and down_ms - before.at_ms <= grace_ms
+    )
+
+
+def _drain(
+    published: Iterable[Published],
+    seen: Mapping[Reading, Sequence[Arrival]],
+    connections: Sequence[Connection],
+) -> Drain:
+    """Time the backlog: acknowledged before the gateway's return, delivered after it or never."""
+    if len(connections) < 2:
+        return Drain(0, None)
+    back_ms = connections[-1].up_ms
+    arrived = [
+        seen[one.reading][0].at_ms if one.reading in seen else None
+        for one in published
+        if one.acked_ms is not None and one.acked_ms < back_ms
+    ]
+    waiting = [at_ms for at_ms in arrived if at_ms is None or at_ms >= back_ms]
+    times = [at_ms for at_ms in waiting if at_ms is not None]
+    if len(times) < len(waiting):
+        return Drain(len(waiting), None)
+    return Drain(len(waiting), max(times) - back_ms if times else 0)
+
+
+def _acknowledged_per_second(published: Iterable[Published]) -> int:
+    """Readings acknowledged a second, from the first one published to the last acknowledgement."""
+    spans = [(one.at_ms, one.acked_ms) for one in published if one.acked_ms is not None]
+    if not spans:
+        return 0
+    duration_ms = max(acked for _, acked in spans) - min(at for at, _ in spans)
+    return len(spans) * 1000 // max(1, duration_ms)
