@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
 from typing import TYPE_CHECKING, TypeVar
@@ -121,7 +121,7 @@ class MemoryStore:
         self._tables = _Tables()
         self._undo: list[Callable[[], None]] = []
         self._is_open = False
-        self._unfinished = 0
+        self._pending: deque[asyncio.Handle] = deque()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -163,9 +163,8 @@ class MemoryStore:
         if not self._is_open:
             loop.call_soon(done, StoreUnavailable("the store is not open"))
             return
-        self._unfinished += 1
+        self._pending.append(loop.call_soon(self._commit, batch, done))
         self._idle.clear()
-        loop.call_soon(self._commit, batch, done)
 
     def _commit(self, batch: Batch, done: Callable[[list[Outcome] | BaseException], None]) -> None:
         result: list[Outcome] | BaseException
@@ -173,8 +172,8 @@ class MemoryStore:
             result = self._apply_whole(batch)
         except Exception as error:  # noqa: BLE001 - whatever it is, the submitter is told
             result = error
-        self._unfinished -= 1
-        if not self._unfinished:
+        self._pending.popleft()
+        if not self._pending:
             self._idle.set()
         done(result)
 
