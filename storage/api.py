@@ -49,6 +49,7 @@ __all__ = [
     "DropWill",
     "Entry",
     "Expire",
+    "Expired",
     "FilterCount",
     "LogState",
     "Loss",
@@ -301,11 +302,13 @@ class Snapshot:
 @dataclass(frozen=True, slots=True)
 class Acquired:
     """Outcome of Acquire. existed: a record was there before (and was not cleaned away).
-    snapshot: None when nothing was there and nothing was created."""
+    snapshot: None when nothing was there and nothing was created.
+    dropped: durable filters (QoS >= 1) of the record that ``clean`` deleted."""
 
     existed: bool
     snapshot: Snapshot | None
     log: LogState
+    dropped: tuple[bytes, ...] = ()
 
 
 @dataclass(slots=True)
@@ -398,10 +401,17 @@ class Discard:
 @dataclass(frozen=True, slots=True)
 class Expire:
     """Delete up to ``limit`` detached consumers whose expiry is over at ``now_ms``.
-    Outcome: tuple of their client ids (bytes)."""
+    Outcome: tuple of Expired."""
 
     now_ms: int
     limit: int
+
+
+class Expired(NamedTuple):
+    """A consumer that was deleted. filters: its durable ones (QoS >= 1)."""
+
+    client_id: bytes
+    filters: tuple[bytes, ...]
 
 
 @dataclass(frozen=True, slots=True)
