@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from broker_ext.cli.errors import CannotServe, root_cause
-from broker_ext.cli.serving import bound, our_plugin
+from broker_ext.cli.serving import bound, our_plugin, plugin_defaults
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -108,20 +107,9 @@ class _FailedStart(logging.Filter):
 def _summary(config: Mapping[str, Any]) -> str:
     """Say in one line where it listens, where the data is, which store and what a commit means."""
     plugins = config["plugins"]
-    ours = _plugin_defaults() | plugins[our_plugin(plugins)]
+    ours = plugin_defaults() | plugins[our_plugin(plugins)]
     where = ", ".join(f"{bind} ({kind})" for kind, bind in bound(config["listeners"]))
     return (
         f"listening on {where or 'no socket'}; data {ours['data']}; store {ours.get('store')}; "
         f"durability {ours.get('durability')}"
     )
-
-
-def _plugin_defaults() -> dict[str, Any]:
-    """Give the defaults of the plugin's settings: what the file and the options left open."""
-    from broker_ext import DurableSessionPlugin  # noqa: PLC0415 - the broker has imported it
-
-    return {
-        field.name: field.default
-        for field in dataclasses.fields(DurableSessionPlugin.Config)
-        if field.default is not dataclasses.MISSING
-    }

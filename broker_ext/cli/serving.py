@@ -9,6 +9,7 @@ Rule 3  Every `bind` is checked and rewritten as amqtt can use it.
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 import socket
 from pathlib import Path
@@ -19,7 +20,16 @@ from broker_ext.cli.errors import CannotServe, root_cause
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["Bind", "bound", "our_plugin", "parse_bind", "read_yaml", "serving_config"]
+__all__ = [
+    "PLUGIN",
+    "Bind",
+    "bound",
+    "our_plugin",
+    "parse_bind",
+    "plugin_defaults",
+    "read_yaml",
+    "serving_config",
+]
 
 PLUGIN = "broker_ext.DurableSessionPlugin"
 PLUGIN_NAMES = (PLUGIN, "broker_ext.plugin.DurableSessionPlugin")
@@ -151,6 +161,17 @@ def serving_config(
 def our_plugin(plugins: Mapping[str, Any]) -> str:
     """Give the name under which a `plugins` section has our plugin, or should have it."""
     return next((name for name in PLUGIN_NAMES if name in plugins), PLUGIN)
+
+
+def plugin_defaults() -> dict[str, Any]:
+    """Give the defaults of our plugin's settings: what a file and the options leave open."""
+    from broker_ext import DurableSessionPlugin  # noqa: PLC0415 - imports all of amqtt
+
+    return {
+        field.name: field.default
+        for field in dataclasses.fields(DurableSessionPlugin.Config)
+        if field.default is not dataclasses.MISSING
+    }
 
 
 def _plugins(config: Mapping[str, Any]) -> dict[str, Any]:

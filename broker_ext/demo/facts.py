@@ -1,7 +1,7 @@
 """The judge of the demo: what was counted, and whether a promise was broken. Pure.
 
 acknowledged   the sensor saw PUBACK (QoS 1) or PUBCOMP (QoS 2).
-delivered      the gateway's application was given the reading, intact, at the QoS it was sent.
+delivered      the gateway's application was given the reading, intact.
 lost           acknowledged, and never delivered.
 duplicated after acknowledgement, per further delivery of a reading:
     QoS 2      every one. Both sides keep their sessions, so it is exactly once, whatever broke.
@@ -13,6 +13,9 @@ duplicated after acknowledgement, per further delivery of a reading:
                  another connection and has DUP = 1.
 out of order   a reading delivered for the first time after a later one of its sensor and QoS.
 altered        a message that is not, to the byte, one that was published.
+wrong QoS      a delivery at another QoS than min(published, granted), which is the published one.
+session present, of the CONNACK that greets the gateway on its return; and of every sensor's,
+               without which its QoS 2 readings would not be exactly once.
 drained        the last reading acknowledged before the gateway came back was delivered; the time
                is from its CONNACK.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -52,6 +56,7 @@ class Arrival(NamedTuple):
     reading: Reading | None
     at_ms: int
     connection: int
+    qos: int
     dup: bool
 
 
@@ -108,7 +113,10 @@ class Facts:
 
     by_qos: Mapping[int, Tally]
     altered: int
+    wrong_qos: int
     session_present: bool
+    sensor_returns: int
+    sensor_sessions_missing: int
     drain: Drain
     acknowledged_per_second: int
 
@@ -125,11 +133,14 @@ class Facts:
             (total.duplicated, "duplicated after acknowledgement"),
             (total.out_of_order, "out of order"),
             (self.altered, "altered"),
+            (self.wrong_qos, "delivered at another QoS"),
             (total.unacknowledged, "never acknowledged"),
         ]
         reasons = [f"{count} {what}" for count, what in found if count]
         if not self.session_present:
             reasons.append("session present was 0")
+        if self.sensor_sessions_missing:
+            reasons.append(f"session present was 0 for {self.sensor_sessions_missing} sensors")
         if not total.published:
             reasons.append("nothing was published")
         return reasons
@@ -139,6 +150,7 @@ def judge(
     published: Iterable[Published],
     arrivals: Sequence[Arrival],
     connections: Sequence[Connection],
+    sensor_returns: Sequence[bool] = (),
     *,
     grace_ms: int = GRACE_MS,
 ) -> Facts:
@@ -146,7 +158,7 @@ def judge(
 
     published: each reading once, in any order. arrivals: in the order they came. connections:
     of the gateway, in order; Arrival.connection is an index. The first one set the session up,
-    the last one is its return.
+    the last one is its return. sensor_returns: session present of every reconnect of a sensor.
     """
     known = {one.reading: one for one in published}
     seen: dict[Reading, list[Arrival]] = defaultdict(list)
@@ -159,7 +171,12 @@ def judge(
     return Facts(
         by_qos={qos: _tally(qos, known, seen, connections, grace_ms) for qos in (1, 2)},
         altered=altered,
+        wrong_qos=sum(
+            copy.qos != reading.qos for reading, copies in seen.items() for copy in copies
+        ),
         session_present=len(connections) > 1 and connections[-1].session_present,
+        sensor_returns=len(sensor_returns),
+        sensor_sessions_missing=sensor_returns.count(False),
         drain=_drain(known.values(), seen, connections),
         acknowledged_per_second=_acknowledged_per_second(known.values()),
     )
@@ -210,7 +227,7 @@ def _copies(
 ) -> Iterator[str]:
     """Say of each delivery after the first what it is. deliveries: of this reading, in order."""
     spare = one.sends - 1 if one.reading.qos == 1 else 0
-    for before, copy in zip(deliveries, deliveries[1:], strict=False):
+    for before, copy in pairwise(deliveries):
         if one.reading.qos == 1 and _may_redeliver(before, copy, connections, grace_ms):
             yield "redelivered"
         elif spare:
