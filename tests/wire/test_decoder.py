@@ -6,6 +6,7 @@ from broker_ext.wire import (
     Connect,
     ConnectWill,
     Decoder,
+    Packet,
     Pingreq,
     Properties,
     Publish,
@@ -209,7 +210,7 @@ def test_a_length_takes_as_few_bytes_as_can_be(number: int, raw: bytes) -> None:
 
 def test_what_cannot_be_said_is_refused() -> None:
     long = bytes(65_536)
-    impossible = [
+    impossible: list[Packet] = [
         Publish(0, long, 0, b""),
         Publish(6, b"t", 1, b""),
         Publish(8, b"t", 0, b""),
