@@ -189,8 +189,9 @@ def _plugins(config: Mapping[str, Any]) -> dict[str, Any]:
             )
     plugins: dict[str, Any] = {}
     section = config.get("plugins") or {}
-    for part in section if isinstance(section, list) else [section]:
-        if not isinstance(part, (str, dict)):
+    parts = section if isinstance(section, list) else [section]
+    for part in parts:
+        if not isinstance(part, dict) and not (isinstance(part, str) and parts is section):
             raise CannotServe("'plugins' must map the name of each plugin to its settings")
         plugins |= {part: {}} if isinstance(part, str) else part
     for name, settings in plugins.items():
