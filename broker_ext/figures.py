@@ -31,6 +31,7 @@ class Figures:
     dropped_queue: int = 0
     refused_retained: int = 0
     resumed: int = 0
+    rebound: int = 0
     fenced: int = 0
     claims_not_held: int = 0
     expired: int = 0

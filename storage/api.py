@@ -35,6 +35,7 @@ __all__ = [
     "RECEIVED",
     "RETAINED",
     "SENT",
+    "UNCLAIMED",
     "Acquire",
     "Acquired",
     "Advance",
@@ -85,6 +86,11 @@ BLOCK_BYTES_MAX: Final = 262_144
 
 CLAIM_DELIVERIES_MAX: Final = 256
 """Deliveries in one claim row: rewriting a partly settled claim costs at most 3 KiB."""
+
+
+UNCLAIMED: Final = b"\x00"
+"""User of a record that nobody has connected to yet (amqtt's ``add_subscription``): the first user
+who acquires it becomes its owner. No MQTT user name has a NUL [MQTT-1.5.3-2]."""
 
 
 # ---------------------------------------------------------------------------------- values
@@ -268,7 +274,8 @@ class Acquire:
 
     clean: delete what is stored for the id first (subscriptions, claims, held, inbound ids).
     create: make a record if there is none (after ``clean``); False leaves none.
-    Outcome: Acquired, or NotOwner if the record belongs to another user; then nothing changes.
+    Outcome: Acquired, or NotOwner if the record belongs to another user; then nothing changes. A
+    record whose user is UNCLAIMED becomes this user's.
     Sets expiry_s, version and detached_ms = 0; a will of an earlier incarnation is not touched.
     """
 

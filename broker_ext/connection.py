@@ -1,0 +1,559 @@
+"""One network connection: bytes in, packets to the session; packets out, bytes to the socket.
+
+Rule 1. Nothing is awaited per packet. Only what has to ask somebody (a SUBSCRIBE that is saved, a
+        topic plugin) goes through the *lane*, a queue that one coroutine works off in order; while
+        it is busy, later packets queue behind it, but for acknowledgements and PINGREQ.
+Rule 2. Acknowledgements leave in the order of what they acknowledge [MQTT-4.6.0-2]; one that waits
+        for a commit holds back those behind it.
+Rule 3. A client that does not read is not written to; one that sends faster than the store commits
+        is not read from (P12).
+Rule 4. A malformed packet ends this connection and nothing else; what follows it is not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Final, Protocol
+
+from broker_ext.session import End, Grant
+from broker_ext.wire import (
+    PACKET_ID,
+    PINGRESP,
+    Connect,
+    Decoder,
+    Disconnect,
+    MalformedPacket,
+    Pingreq,
+    Puback,
+    Pubcomp,
+    Publish,
+    Pubrec,
+    Pubrel,
+    Suback,
+    Subscribe,
+    Unsuback,
+    Unsubscribe,
+    UnsupportedVersion,
+    connack,
+    encode,
+    publish_head,
+    valid_filter,
+)
+
+if TYPE_CHECKING:
+    from broker_ext.hub import Hub
+    from broker_ext.session import Session
+    from broker_ext.wire import Packet
+    from storage.api import Entry
+
+__all__ = ["ACCEPTED", "Connection", "Guard", "Transport"]
+
+log = logging.getLogger("amqtt_durable.connection")
+
+ACCEPTED: Final = 0
+BAD_VERSION: Final = 1
+ID_REJECTED: Final = 2
+UNAVAILABLE: Final = 3
+NOT_AUTHORIZED: Final = 5
+"""CONNACK return codes, table 3.1."""
+
+WRITE_HIGH_BYTES: Final = 256 << 10
+"""A socket with more than this unsent is congested: its session keeps what it has."""
+LANE_BYTES_MAX: Final = 256 << 10
+"""Packets that wait behind a slow one; then the socket is not read."""
+LINGER_S: Final = 5.0
+"""How long a closed connection may take to send what was written before it is cut."""
+HEADS_MAX: Final = 4096
+
+DISCONNECTED = End("disconnect", publish_will=False)
+LOST = End("connection lost")
+MALFORMED = End("malformed packet")
+SILENT = End("keep alive")
+SHUTDOWN = End("shutdown", publish_will=False)
+
+_BYPASS: Final = frozenset({Puback, Pubrec, Pubrel, Pubcomp, Pingreq})
+_heads: dict[tuple[int, bytes, int], bytes] = {}
+
+
+class Transport(Protocol):
+    """What a connection needs of an asyncio transport (or of an adapter that looks like one)."""
+
+    def write(self, data: bytes) -> None: ...  # noqa: D102
+    def close(self) -> None: ...  # noqa: D102
+    def abort(self) -> None: ...  # noqa: D102
+    def pause_reading(self) -> None: ...  # noqa: D102
+    def resume_reading(self) -> None: ...  # noqa: D102
+
+
+class Guard(Protocol):
+    """What is asked outside: amqtt's plugins, through the seam. One for each connection."""
+
+    slow: bool
+    """Some plugin listens to packets or filters topics: every packet goes through the lane."""
+
+    async def authenticate(self, connect: Connect) -> bytes | None:
+        """The user name of an accepted client (b"" = anonymous), None if it is refused."""
+        ...
+
+    async def may_publish(self, topic: bytes) -> bool:
+        """Whether the topic plugins permit it."""
+        ...
+
+    async def may_subscribe(self, topic_filter: bytes) -> bool:
+        """Whether the topic plugins permit it."""
+        ...
+
+    async def may_receive(self, topic: bytes) -> bool:
+        """Whether the topic plugins permit it."""
+        ...
+
+    def packet_received(self, packet: Packet) -> None:
+        """Tell the plugins that listen."""
+        ...
+
+    def packet_sent(self, data: bytes) -> None:
+        """Tell the plugins that listen. data: whole packets."""
+        ...
+
+    def message_received(self, packet: Publish, *, permitted: bool | None) -> None:
+        """Tell the plugins that listen. permitted: None before the topic plugins were asked."""
+        ...
+
+    def subscribed(self, topic_filter: bytes, qos: int) -> None:
+        """Tell the plugins that listen."""
+        ...
+
+    def unsubscribed(self, topic_filter: bytes) -> None:
+        """Tell the plugins that listen."""
+        ...
+
+    def connected(self, session: Session) -> None:
+        """The client is a session now."""
+        ...
+
+    def disconnected(self, session: Session, end: End) -> None:
+        """It no longer is."""
+        ...
+
+    def closed(self) -> None:
+        """The connection is gone; give back what the listener counts."""
+        ...
+
+
+class _Waiting:
+    """Acknowledgements that wait for a batch."""
+
+    __slots__ = ("batch", "data")
+
+    def __init__(self, batch: object, data: bytearray) -> None:
+        self.batch = batch
+        self.data = data
+
+
+class Connection(asyncio.Protocol):
+    """A client's connection, from accept to close. Implements ``session.Peer``."""
+
+    def __init__(self, hub: Hub, transport: Transport, guard: Guard, *, peername: str) -> None:
+        self.hub = hub
+        self.transport = transport
+        self.guard = guard
+        self.peername = peername
+        self.decoder = Decoder(
+            packet_bytes_max=hub.settings.max_packet_bytes, versions=hub.settings.versions,
+            names=hub.names,
+        )
+        self.session: Session | None = None
+        self.version = 4
+        self.congested = False
+        self.closed = False
+        self.ended: End | None = None
+        self.heard = True
+        self.silent_after_s: float = hub.settings.connect_timeout_s
+        self.deadline_s = hub.clock.monotonic() + self.silent_after_s
+        self._connecting: asyncio.Task[None] | None = None
+        self._parts: list[bytes] = []
+        self._flush_scheduled = False
+        self._waiting: deque[_Waiting] = deque()
+        self._lane: deque[Packet] = deque()
+        self._lane_bytes = 0
+        self._lane_task: asyncio.Task[None] | None = None
+        self._paused = False
+        self.keeps: object = None
+        self._loop = asyncio.get_running_loop()
+        hub.connections.add(self)
+        hub.figures.connections += 1
+
+    def __repr__(self) -> str:
+        return f"<connection {self.peername}>"
+
+    # ------------------------------------------------------------------------- reading
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes arrived (asyncio calls this, or an adapter)."""
+        self.heard = True
+        if self.closed or self.ended is not None:
+            return
+        packets = self.decoder.feed(data)
+        if packets:
+            self._handle(packets)
+        if self.decoder.error is not None and self.ended is None:
+            if self._connecting is not None or self._lane:
+                return  # told when what came before it is done
+            self._malformed(self.decoder.error)
+
+    def _handle(self, packets: list[Packet]) -> None:
+        session = self.session
+        if session is None or self._lane or self._lane_task is not None or self.guard.slow:
+            self._queue(packets)
+            return
+        for i, packet in enumerate(packets):
+            kind = type(packet)
+            if kind is Publish:
+                self._publish(session, packet)  # type: ignore[arg-type]
+            elif kind is Puback:
+                session.puback(packet[0])  # type: ignore[misc, arg-type]
+            elif kind in _BYPASS:
+                self._answer(session, packet)
+            else:
+                self._queue(packets[i:])
+                break
+            if self.ended is not None:
+                return
+        session.turn_over()
+        if self.hub.committer.pressure():
+            self._pause_for_room()
+
+    def _publish(self, session: Session, packet: Publish) -> None:
+        flags, topic, packet_id, payload, _ = packet
+        if topic[:1] == b"$":
+            log.warning("client %r published to a topic with a leading $", session.client_id)
+            self._end(MALFORMED)  # [MQTT-4.7.2-1]: applications must not; amqtt closes too
+            return
+        self.hub.figures.published += 1
+        session.receive(
+            topic, payload, (flags >> 1) & 3, packet_id, retain=bool(flags & 1)
+        )
+
+    def _answer(self, session: Session, packet: Packet) -> None:
+        match packet:
+            case Puback():
+                session.puback(packet.packet_id)
+            case Pubrec():
+                session.pubrec(packet.packet_id)
+            case Pubrel():
+                session.pubrel(packet.packet_id)
+            case Pubcomp():
+                session.pubcomp(packet.packet_id)
+            case Pingreq():
+                self.write(PINGRESP)
+            case _:
+                raise AssertionError(packet)
+
+    # ------------------------------------------------------------------------ the lane
+
+    def _queue(self, packets: list[Packet]) -> None:
+        """Handle packets in order, behind what is being waited for."""
+        session = self.session
+        for packet in packets:
+            if type(packet) is Connect:
+                self._connecting = asyncio.ensure_future(self._connect(packet))
+                continue
+            if session is not None and type(packet) in _BYPASS:
+                self.guard.packet_received(packet)
+                self._answer(session, packet)
+                continue
+            self._lane.append(packet)
+            if type(packet) is Publish:
+                self._lane_bytes += len(packet.payload)
+            self._lane_bytes += 64
+        if session is not None:
+            session.turn_over()
+            if self._lane and self._lane_task is None:
+                self._start_lane()
+        if self._lane_bytes > LANE_BYTES_MAX:
+            self._pause()
+        if self.hub.committer.pressure():
+            self._pause_for_room()
+
+    def _start_lane(self) -> None:
+        self._lane_task = asyncio.ensure_future(self._work())
+
+    async def _connect(self, packet: Connect) -> None:
+        """The CONNECT, then what was sent right behind it."""
+        self.version = packet.version
+        self.guard.packet_received(packet)
+        try:
+            await self.hub.registry.connect(self, packet)
+        except Exception:
+            # our own bug, in one client's CONNECT: the broker goes on; the client may try again
+            log.exception("CONNECT of %r failed", packet.client_id)
+            self.refuse(UNAVAILABLE)
+        finally:
+            self._connecting = None
+        if self.session is None or self.closed:
+            self._lane.clear()
+            if not self.closed and self.ended is None:
+                self._end(LOST)
+            return
+        self.silent_after_s = 0.0
+        if packet.keep_alive_s:
+            delay = self.hub.settings.timeout_disconnect_delay_s
+            self.silent_after_s = (packet.keep_alive_s + delay) * 1.5  # [MQTT-3.1.2-24]
+        self.heard = True
+        if self._lane:
+            self._start_lane()
+        elif self.decoder.error is not None:
+            self._malformed(self.decoder.error)
+
+    async def _work(self) -> None:
+        """Work off the lane, one packet after the other."""
+        try:
+            while self._lane and self.ended is None:
+                packet = self._lane.popleft()
+                await self._slowly(packet)
+        except Exception:
+            log.exception("client %r: a packet could not be handled", self.peername)
+            self._end(LOST)
+        finally:
+            self._lane_task = None
+            self._lane_bytes = 0
+            if self._paused and not self.hub.committer.over:
+                self._resume()
+        if self.ended is not None:
+            return
+        if self.session is not None:
+            self.session.turn_over()
+        if self.decoder.error is not None:
+            self._malformed(self.decoder.error)
+
+    async def _slowly(self, packet: Packet) -> None:
+        session = self.session
+        assert session is not None
+        self.guard.packet_received(packet)
+        match packet:
+            case Publish():
+                await self._publish_guarded(session, packet)
+            case Subscribe():
+                await self._subscribe(session, packet)
+            case Unsubscribe():
+                await self._unsubscribe(session, packet)
+            case Disconnect():
+                self._end(DISCONNECTED)
+            case _:
+                self._answer(session, packet)
+
+    async def _publish_guarded(self, session: Session, packet: Publish) -> None:
+        self.guard.message_received(packet, permitted=None)
+        if packet.topic[:1] != b"$":
+            if not await self.guard.may_publish(packet.topic):
+                self.guard.message_received(packet, permitted=False)
+                self._acknowledge_refused(session, packet)
+                return
+            if self.ended is not None or session.sealed:
+                return
+            self.guard.message_received(packet, permitted=True)
+        self._publish(session, packet)
+        if self.hub.committer.pressure():
+            self._pause_for_room()
+
+    def _acknowledge_refused(self, session: Session, packet: Publish) -> None:
+        """3.1.1 cannot say no: a message that is not permitted is acknowledged and dropped
+        [MQTT-3.3.5-2]."""
+        if packet.qos == 1:
+            self.acknowledge(encode(Puback(packet.packet_id)), stored=False)
+        elif packet.qos == 2:
+            session.inbound.add(packet.packet_id)
+            self.acknowledge(encode(Pubrec(packet.packet_id)), stored=False)
+
+    async def _subscribe(self, session: Session, packet: Subscribe) -> None:
+        grants: list[Grant] = []
+        for wanted in packet.filters:
+            allowed = (
+                valid_filter(wanted.filter)
+                and not wanted.filter.startswith(b"$share/")
+                and await self.guard.may_subscribe(wanted.filter)
+            )
+            qos = min(wanted.options & 3, self.hub.settings.max_qos)
+            grants.append(Grant(wanted.filter, qos, allowed=allowed))
+        codes = await session.subscribe(grants)
+        if session.sealed or self.closed:
+            return
+        self.write(encode(Suback(packet.packet_id, bytes(codes)), self.version))
+        for grant, code in zip(grants, codes, strict=True):
+            if code < 0x80:
+                self.guard.subscribed(grant.filter, code)
+                session.give_retained(grant.filter, code)
+
+    async def _unsubscribe(self, session: Session, packet: Unsubscribe) -> None:
+        if not await session.unsubscribe(list(packet.filters)):
+            # 3.1.1 has no "failed" in UNSUBACK: close, so that the client tries again
+            self._end(LOST)
+            return
+        if session.sealed or self.closed:
+            return
+        for topic_filter in packet.filters:
+            self.guard.unsubscribed(topic_filter)
+        self.write(encode(Unsuback(packet.packet_id), self.version))
+
+    # ------------------------------------------------------------------------- writing
+
+    def write(self, data: bytes) -> None:
+        """Send, together with what else this turn of the loop brings."""
+        self._parts.append(data)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self.flush)
+
+    def publish(
+        self, entry: Entry, qos: int, packet_id: int, *, dup: bool, retain: bool
+    ) -> None:
+        """Send a PUBLISH."""
+        payload = entry.payload
+        first = 0x30 | (qos << 1) | (8 if dup else 0) | retain
+        size = len(payload) + 2 if qos else len(payload)
+        key = (first, entry.topic, size)
+        head = _heads.get(key)
+        if head is None:
+            if len(_heads) >= HEADS_MAX:
+                _heads.clear()
+            head = _heads[key] = publish_head(first, entry.topic, size)
+        parts = self._parts
+        parts.append(head)
+        if qos:
+            parts.append(PACKET_ID[packet_id])
+        parts.append(payload)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._loop.call_soon(self.flush)
+        if size > WRITE_HIGH_BYTES:
+            self.flush()  # so that the transport can say that it is full
+
+    def acknowledge(self, data: bytes, *, stored: bool) -> None:
+        """Send after everything acknowledged before; if ``stored``, after the open batch."""
+        waiting = self._waiting
+        if stored:
+            batch = self.hub.committer.open_batch
+            if waiting and waiting[-1].batch is batch:
+                waiting[-1].data += data
+            else:
+                waiting.append(_Waiting(batch, bytearray(data)))
+                self.hub.committer.after(self._committed)
+        elif waiting:
+            waiting[-1].data += data
+        else:
+            self.write(data)
+
+    def _committed(self) -> None:
+        data = self._waiting.popleft().data
+        if not self.closed:
+            self.write(bytes(data))
+
+    def flush(self) -> None:
+        """Hand what was collected to the socket."""
+        self._flush_scheduled = False
+        parts = self._parts
+        if not parts:
+            return
+        self._parts = []
+        if self.closed:
+            return
+        data = b"".join(parts) if len(parts) > 1 else parts[0]
+        if self.guard.slow:
+            self.guard.packet_sent(data)
+        self.transport.write(data)
+
+    def pause_writing(self) -> None:
+        """The socket is full (asyncio calls this)."""
+        self.congested = True
+
+    def resume_writing(self) -> None:
+        """There is room again (asyncio calls this)."""
+        self.congested = False
+        if self.session is not None and not self.session.sealed:
+            self.session.turn_over()
+
+    # ------------------------------------------------------------------- back pressure
+
+    def _pause(self) -> None:
+        if not self._paused and not self.closed:
+            self._paused = True
+            self.transport.pause_reading()
+
+    def _pause_for_room(self) -> None:
+        self._pause()
+        self.hub.committer.when_room(self._resume)
+
+    def _resume(self) -> None:
+        if self._paused and not self.closed and self._lane_bytes <= LANE_BYTES_MAX:
+            self._paused = False
+            self.heard = True
+            self.transport.resume_reading()
+
+    def overdue(self, now_s: float) -> None:
+        """Look whether the client was silent for too long (the hub's timer)."""
+        if self.ended is not None:
+            if now_s >= self.deadline_s:
+                self.transport.abort()
+            return
+        if self.heard or self._paused or self._connecting is not None or not self.silent_after_s:
+            self.heard = False
+            self.deadline_s = now_s + self.silent_after_s
+        elif now_s >= self.deadline_s:
+            log.info("client %s is silent for too long; closing", self.peername)
+            self._end(SILENT if self.session is not None else LOST)
+
+    # ------------------------------------------------------------------------- the end
+
+    def refuse(self, code: int) -> None:
+        """Answer a CONNECT with a return code other than 0, and close [MQTT-3.2.2-5]."""
+        self.hub.figures.connects_refused += 1
+        if not self.closed and self.ended is None:
+            self.write(connack(session_present=False, reason=code, version=self.version))
+            self._end(LOST)
+
+    def finish(self, end: End) -> None:
+        """Close the connection; its session ends with this reason."""
+        self._end(end)
+
+    def _malformed(self, error: MalformedPacket) -> None:
+        self.hub.figures.malformed += 1
+        log.warning("client %s: %s; closing the connection", self.peername, error)
+        if isinstance(error, UnsupportedVersion):
+            self.write(connack(session_present=False, reason=BAD_VERSION))
+        self._end(MALFORMED)
+
+    def _end(self, end: End) -> None:
+        """End the session, send what was written, close the socket."""
+        if self.ended is not None:
+            return
+        self.ended = end
+        self._lane.clear()
+        session = self.session
+        if session is not None:
+            self.hub.registry.leave(session, end)
+            self.guard.disconnected(session, end)
+        self.flush()
+        if self.closed:
+            return
+        self.heard = False
+        self.deadline_s = self.hub.clock.monotonic() + LINGER_S
+        if self.congested or end is SILENT:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def eof_received(self) -> bool:
+        """The client closed its side: nothing can be delivered any more."""
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The socket is gone (asyncio calls this)."""
+        del exc
+        self.closed = True
+        if self.ended is None:
+            self._end(LOST)
+        self.hub.connections.discard(self)
+        self._parts.clear()
+        self.guard.closed()

@@ -1,0 +1,536 @@
+"""The durable session: the connected half of a consumer in the store.
+
+Where it stands in the history is one of
+
+    live      every entry up to the last one that was assigned an offset has been offered to it
+    lagging   entries after ``cursor`` have not: they are taken from the committer's tail, or read
+    held      a subscription change is being saved: lagging, and not looking
+
+Everything it wants to store for one batch is written by one ``Advance`` under its incarnation (P3).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from broker_ext.outbound import Collected, Outbound
+from broker_ext.session import REFUSED, End, Grant, Session
+from broker_ext.topics import matcher, matches
+from broker_ext.wire import PACKET_ID, PUBREL_HEAD
+from storage.api import HELD, Advance, Detach, Discard, Subscribe, Subscription, Unsubscribe
+from storage.errors import (
+    ClaimNotHeld,
+    EntryDamaged,
+    EntryGone,
+    Fenced,
+    ResumeHistoryUnavailable,
+    StoreError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from broker_ext.hub import Hub
+    from broker_ext.session import Peer
+    from storage.api import Entry, Outcome, Snapshot
+
+__all__ = ["DurableSession"]
+
+log = logging.getLogger("amqtt_durable.session")
+
+AHEAD_MIN: Final = 256
+"""Deliveries claimed ahead of the window: a drain then waits for a commit only every few hundred."""
+READ_ENTRIES_MAX: Final = 512
+READ_BYTES_MAX: Final = 256 << 10
+FETCH_MAX: Final = 128
+"""Deliveries of earlier connections whose messages are read at a time."""
+
+FENCED = End("fenced", publish_will=False)
+STORE = End("store unavailable")
+REFUSED_RESUME = End("resume refused")
+
+
+class DurableSession(Session):
+    """A session that survives. Made by the registry after Acquire; ``start`` begins delivery."""
+
+    durable: ClassVar[bool] = True
+
+    def __init__(  # noqa: PLR0913 - as the base
+        self,
+        hub: Hub,
+        peer: Peer,
+        snapshot: Snapshot,
+        *,
+        client_id: bytes,
+        user: bytes,
+        incarnation: bytes,
+        window: int,
+    ) -> None:
+        super().__init__(
+            hub, peer, client_id=client_id, user=user, incarnation=incarnation, window=window
+        )
+        self.committer = hub.committer
+        self.consumer_id = snapshot.consumer.id
+        self.out = Outbound(window, max(window, AHEAD_MIN))
+        self.cursor = snapshot.consumer.cursor
+        self.saved_cursor = self.cursor
+        self.live = False
+        self.inbound = set(snapshot.inbound)
+        self._from: dict[bytes, int] = {}
+        self._newest_from = 0
+        self._accept: Callable[[bytes], int] | None = None
+        self._holds = 0
+        self._joined = False
+        self._checkpoint = False
+        self._received: list[int] = []
+        self._released: list[int] = []
+        self._reading: asyncio.Task[None] | None = None
+        self._fetching: asyncio.Task[None] | None = None
+        self._epoch = 0
+        for subscription in snapshot.subscriptions:
+            self.subscriptions[subscription.filter] = subscription.qos
+            self._from[subscription.filter] = subscription.from_offset
+        self._newest_from = max(self._from.values(), default=0)
+        self._due = self.out.restore(snapshot)
+
+    def start(self) -> None:
+        """Deliver: first what earlier connections left, in its order (P6), then the rest."""
+        for topic_filter, qos in self.subscriptions.items():
+            self.hub.router.attach(self, topic_filter, qos)
+        if self._due:
+            self.peer.write(b"".join(PUBREL_HEAD + PACKET_ID[i] for i in self._due))
+            self._due = []
+        self.hub.figures.redelivered += len(self.out.ready)
+        self.turn_over()
+        self._pump()
+
+    # ---------------------------------------------------------------- what is published
+
+    def offer(self, entry: Entry, qos: int) -> None:
+        if not self.live:
+            return
+        if self.out.room and not self.hub.router.guarded:
+            self.out.claim(entry, qos)
+            if not self._joined:
+                self._join(lazy=False)
+        else:
+            self.live = False
+            self.cursor = entry.offset - 1
+            if self.hub.router.guarded:
+                self._pump()
+
+    def _deliver_acknowledged(self, entry: Entry, qos: int, *, retain: bool) -> None:
+        # a retained message for a new subscription, or one of amqtt's contexts
+        del retain
+        self.out.hold(entry, qos)
+        self._join(lazy=False)
+
+    def _room_for_retained(self) -> bool:
+        return super()._room_for_retained() and self.out.room
+
+    # ---------------------------------------------------------------------- saving
+
+    def _join(self, *, lazy: bool) -> None:
+        """Have ``collect`` called when the open batch is closed."""
+        if not self.sealed:
+            self._joined = True
+            self.committer.join(self, lazy=lazy)
+
+    def collect(self) -> None:
+        self._joined = False
+        if not self.sealed:
+            self._save()
+
+    def _save(self) -> None:
+        """Put everything that is not written yet into the open batch."""
+        collected = self.out.collect()
+        cursor = self.committer.last if self.live else self.cursor
+        received, self._received = self._received, []
+        released, self._released = self._released, []
+        if not (
+            collected or received or released or (self._checkpoint and cursor != self.saved_cursor)
+        ):
+            return
+        self.committer.submit(
+            Advance(
+                self.consumer_id,
+                self.incarnation,
+                cursor=cursor,
+                claims=collected.claims,
+                settled=collected.settled,
+                held=collected.held,
+                unheld=collected.unheld,
+                received=received,
+                released=released,
+                next_packet_id=self.out.next_packet_id if collected.flights else None,
+                checkpoint=self._checkpoint,
+            ),
+            partial(self._saved, collected),
+        )
+        self.saved_cursor = cursor
+        self._checkpoint = False
+
+    def _saved(self, collected: Collected, outcome: Outcome) -> None:
+        if isinstance(outcome, BaseException):
+            self._refused(outcome)
+            return
+        self.hub.figures.settled += len(collected.settled)
+        if self.sealed:
+            return
+        if collected.released:
+            self.peer.write(b"".join(PUBREL_HEAD + PACKET_ID[i] for i in collected.released))
+        if collected.flights:
+            self.out.ready.extend(collected.flights)
+            self._send()
+        if not self.live and self.out.low:
+            self._pump()
+
+    def _refused(self, outcome: BaseException) -> None:
+        """A write changed nothing. Absorbed and logged, never tried again."""
+        if isinstance(outcome, Fenced):
+            self.hub.figures.fenced += 1
+        elif isinstance(outcome, ClaimNotHeld):
+            self.hub.figures.claims_not_held += 1
+        if not self.sealed:
+            log.warning("session %r: %s; closing the connection", self.client_id, outcome)
+            self.peer.finish(FENCED)
+
+    def checkpoint(self) -> None:
+        """Bring the stored position up to what was dispatched (the hub's timer)."""
+        if not self.sealed and self.live and self.committer.last != self.saved_cursor:
+            self._checkpoint = True
+            if not self._joined:
+                self._join(lazy=True)
+
+    def _remember(self, packet_id: int) -> bool:
+        self._received.append(packet_id)
+        if not self._joined:
+            self._join(lazy=False)
+        self.committer.hurry()
+        return True
+
+    def _release(self, packet_id: int) -> bool:
+        self._released.append(packet_id)
+        if not self._joined:
+            self._join(lazy=False)
+        self.committer.hurry()
+        return True
+
+    # ---------------------------------------------------------------------- sending
+
+    def puback(self, packet_id: int) -> None:
+        if self.out.puback(packet_id) and not self._joined:
+            self._join(lazy=True)
+
+    def pubrec(self, packet_id: int) -> None:
+        due = self.out.pubrec(packet_id)
+        if due is None:
+            self.peer.write(PUBREL_HEAD + PACKET_ID[packet_id])
+        elif due:
+            if not self._joined:
+                self._join(lazy=False)
+            self.committer.hurry()
+
+    def pubcomp(self, packet_id: int) -> None:
+        if self.out.pubcomp(packet_id) and not self._joined:
+            self._join(lazy=True)
+
+    def turn_over(self) -> None:
+        if self.sealed:
+            return
+        if self.out.ready:
+            self._send()
+        if self._walks:
+            self._walk()
+        if not self.live and self.out.low:
+            self._pump()
+
+    def _send(self) -> None:
+        out, peer = self.out, self.peer
+        ready = out.ready
+        publish = peer.publish
+        while ready and out.sent < out.window and not peer.congested:
+            flight = ready[0]
+            if flight.entry is None:
+                self._fetch()
+                return
+            out.take()
+            entry = flight.entry
+            publish(
+                entry,
+                flight.qos,
+                flight.packet_id,
+                dup=flight.dup,
+                retain=bool(flight.state & HELD),
+            )
+            flight.entry = None
+            self.hub.figures.delivered += 1
+
+    def _fetch(self) -> None:
+        if self._fetching is None:
+            self._fetching = asyncio.ensure_future(self._fetch_left())
+            self._fetching.add_done_callback(self._task_done)
+
+    async def _fetch_left(self) -> None:
+        """Read the messages of deliveries that an earlier connection left."""
+        left = []
+        for flight in self.out.ready:
+            if len(left) == FETCH_MAX or not flight.dup:
+                break
+            if flight.entry is None:
+                left.append(flight)
+        try:
+            for flight in left:
+                if flight.state & HELD:
+                    raise EntryGone(flight.offset)
+            entries = await self.hub.store.fetch([f.offset for f in left])
+        except (EntryGone, EntryDamaged) as error:
+            self._lose(error.offset, getattr(error, "topic", b""))
+            return
+        except StoreError as error:
+            self._unavailable(error)
+            return
+        finally:
+            self._fetching = None
+        for flight, entry in zip(left, entries, strict=True):
+            flight.entry = entry
+        if not self.sealed:
+            self._send()
+
+    # --------------------------------------------------------------------- catching up
+
+    def _pump(self) -> None:
+        """Claim what the cursor has not reached, as far as there is room."""
+        if self.live or self.sealed or self._holds or self._reading is not None:
+            return
+        if not self.hub.router.guarded:
+            tail = self.committer.since(self.cursor)
+            if tail is not None:
+                self._claim_all([(e, self._granted(e)) for e in tail], self.committer.last)
+                return
+        self._reading = asyncio.ensure_future(self._read())
+        self._reading.add_done_callback(self._task_done)
+
+    def _granted(self, entry: Entry) -> int:
+        """The QoS an entry is to be delivered with, 0 = not at all."""
+        if self._accept is None:
+            self._accept = matcher([(f, q) for f, q in self.subscriptions.items() if q])
+        qos = self._accept(entry.topic)
+        if qos and entry.offset <= self._newest_from:
+            qos = max(
+                (
+                    q
+                    for f, q in self.subscriptions.items()
+                    if self._from.get(f, 0) < entry.offset and matches(f, entry.topic)
+                ),
+                default=0,
+            )
+        return min(qos, entry.qos)
+
+    def _claim_all(self, entries: Sequence[tuple[Entry, int]], through: int) -> bool:
+        """Claim what is wanted of ``entries``, in order; move the cursor. False: no more room."""
+        out = self.out
+        for entry, qos in entries:
+            if qos:
+                if not out.room:
+                    self.cursor = entry.offset - 1
+                    return False
+                out.claim(entry, qos)
+                if not self._joined:
+                    self._join(lazy=False)
+        self.cursor = through
+        if through == self.committer.last and not self.hub.router.guarded:
+            self.live = True
+        return True
+
+    async def _read(self) -> None:
+        """Read the history behind the cursor, a chunk at a time, until the tail is reached."""
+        try:
+            while not (self.sealed or self._holds) and self.out.room:
+                if not await self._read_chunk():
+                    return
+        except EntryDamaged as error:
+            self._lose(error.offset, error.topic)
+        except StoreError as error:
+            self._unavailable(error)
+        finally:
+            self._reading = None
+        if not (self.sealed or self._holds) and not self.live and self.out.low:
+            self._pump()
+
+    async def _read_chunk(self) -> bool:
+        """Returns whether to go on."""
+        epoch = self._epoch
+        guarded = self.hub.router.guarded
+        tail = self.committer.since(self.cursor)
+        if tail is not None and not guarded:
+            return self._claim_all([(e, self._granted(e)) for e in tail], self.committer.last)
+        if tail is not None:
+            if not tail:
+                self.live = True
+                return False
+            wanted = [(e, self._granted(e)) for e in tail[:READ_ENTRIES_MAX]]
+            through = wanted[-1][0].offset
+        else:
+            grants = [(f, q) for f, q in self.subscriptions.items() if q]
+            chunk = await self.hub.store.read(
+                self.cursor,
+                matcher(grants),
+                filters=[f for f, _ in grants],
+                entries_max=READ_ENTRIES_MAX,
+                bytes_max=READ_BYTES_MAX,
+            )
+            if chunk.loss is not None and epoch == self._epoch:
+                self._lose(chunk.loss.pruned_through, chunk.loss.topic)
+                return False
+            wanted = [(e, self._granted(e)) for e, _ in chunk.entries]
+            through = chunk.through
+        if guarded:
+            wanted = [(e, q if q and await self._permitted(e) else 0) for e, q in wanted]
+        if self.sealed or self._holds or epoch != self._epoch:
+            return False
+        return self._claim_all(wanted, through)
+
+    async def _permitted(self, entry: Entry) -> bool:
+        return self.may_receive is None or await self.may_receive(entry.topic)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is None:
+            return
+        # our own bug in one session: the client comes back and resumes from what was saved
+        log.error("session %r failed", self.client_id, exc_info=task.exception())
+        if not self.sealed:
+            self.peer.finish(STORE)
+
+    def _unavailable(self, error: StoreError) -> None:
+        """The store does not answer: close, so that the client comes back and resumes."""
+        if not self.sealed:
+            log.warning("session %r: cannot read (%s); closing", self.client_id, error)
+            self.peer.finish(STORE)
+
+    def _lose(self, offset: int, topic: bytes) -> None:
+        """What this session still has to get is gone: fence it, close, delete the record (410)."""
+        if self.sealed:
+            return
+        self.hub.refuse_resume(
+            self, ResumeHistoryUnavailable(self.cursor, offset, topic), "history-unavailable"
+        )
+
+    # ------------------------------------------------------------------- subscriptions
+
+    def _hold(self) -> None:
+        """Stop dispatching while a subscription change is being saved."""
+        if self.live:
+            self.live = False
+            self.cursor = self.committer.last
+        self._holds += 1
+        self._epoch += 1
+
+    def _unhold(self) -> None:
+        self._holds -= 1
+        self._epoch += 1
+        self._accept = None
+        self._newest_from = max(self._from.values(), default=0)
+        if not self._holds and not self.sealed:
+            self._pump()
+
+    async def subscribe(self, grants: list[Grant]) -> list[int]:
+        head = self.committer.last
+        wanted: dict[bytes, Subscription] = {}
+        for grant in grants:
+            if grant.allowed:
+                wanted[grant.filter] = Subscription(grant.filter, grant.qos, head)
+        if self.sealed or not wanted:
+            return [REFUSED] * len(grants)
+        router = self.hub.router
+        gained = [f for f, s in wanted.items() if s.qos and not self.subscriptions.get(f)]
+        lost = [f for f, s in wanted.items() if not s.qos and self.subscriptions.get(f)]
+        for topic_filter in gained:
+            router.count(topic_filter, 1)  # from now on what matches is logged
+        self._hold()
+        try:
+            await self.committer.apply(
+                Subscribe(self.consumer_id, self.incarnation, tuple(wanted.values()))
+            )
+        except StoreError as error:
+            for topic_filter in gained:
+                router.count(topic_filter, -1)
+            if isinstance(error, Fenced):
+                self._refused(error)
+            else:
+                log.warning("session %r: SUBSCRIBE not saved: %s", self.client_id, error)
+            return [REFUSED] * len(grants)
+        else:
+            for topic_filter in lost:
+                router.count(topic_filter, -1)
+            self._granted_now(wanted)
+        finally:
+            self._unhold()
+        return [g.qos if g.allowed else REFUSED for g in grants]
+
+    def _granted_now(self, wanted: dict[bytes, Subscription]) -> None:
+        for topic_filter, subscription in wanted.items():
+            if not self.subscriptions.get(topic_filter):
+                self._from[topic_filter] = subscription.from_offset
+            self.subscriptions[topic_filter] = subscription.qos
+            if not self.sealed:
+                self.hub.router.attach(self, topic_filter, subscription.qos)
+
+    async def unsubscribe(self, filters: list[bytes]) -> bool:
+        if self.sealed:
+            return False
+        self._hold()
+        try:
+            await self.committer.apply(
+                Unsubscribe(self.consumer_id, self.incarnation, tuple(filters))
+            )
+        except StoreError as error:
+            if isinstance(error, Fenced):
+                self._refused(error)
+            else:
+                log.warning("session %r: UNSUBSCRIBE not saved: %s", self.client_id, error)
+            return False
+        else:
+            for topic_filter in filters:
+                self.hub.router.detach(self, topic_filter)
+                self._from.pop(topic_filter, None)
+                if self.subscriptions.pop(topic_filter, 0):
+                    self.hub.router.count(topic_filter, -1)
+        finally:
+            self._unhold()
+        return True
+
+    # ----------------------------------------------------------------------------- end
+
+    def end(self, end: End) -> None:
+        cursor = self.out.release_unsent()
+        if cursor is not None:
+            self.cursor = cursor if self.live else min(cursor, self.cursor)
+            self.live = False
+        self._checkpoint = True
+        self._save()
+        super().end(end)
+        self.committer.submit(
+            Detach(self.consumer_id, self.incarnation, self.hub.clock.now_ms()), self._detached
+        )
+
+    def discard(self) -> None:
+        """Delete the record instead of saving it, if this incarnation still owns it."""
+        super().end(REFUSED_RESUME)
+        counted = [f for f, q in self.subscriptions.items() if q]
+
+        def done(outcome: Outcome) -> None:
+            if isinstance(outcome, BaseException):
+                self._refused(outcome)
+                return
+            for topic_filter in counted:
+                self.hub.router.count(topic_filter, -1)
+
+        self.committer.submit(Discard(self.consumer_id, self.incarnation), done)
+
+    def _detached(self, outcome: Outcome) -> None:
+        if isinstance(outcome, BaseException):
+            self._refused(outcome)

@@ -1,0 +1,191 @@
+"""The hub: what all connections of one broker share, and what is done by the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Final
+
+from broker_ext.figures import Figures
+from broker_ext.registry import Registry
+from broker_ext.retained import RetainedStore
+from broker_ext.router import Router
+from broker_ext.session import End
+from broker_ext.wills import Wills
+from broker_ext.wire import TopicNames
+from storage.api import Expire, Prune
+from storage.committer import Committer
+from storage.errors import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from broker_ext.connection import Connection
+    from broker_ext.durable import DurableSession
+    from broker_ext.resume import Finding
+    from broker_ext.session import Session
+    from broker_ext.settings import Settings
+    from storage.api import Opened, Store, Will
+    from storage.clock import Clock
+    from storage.errors import ResumeHistoryUnavailable
+
+__all__ = ["Hub"]
+
+log = logging.getLogger("amqtt_durable")
+
+TICK_S: Final = 0.5
+"""How often silent clients are looked for: a keep alive is exceeded by at most this."""
+PRUNE_BLOCKS_MAX: Final = 64
+"""Blocks deleted in one commit: a commit beside pruning waits for at most this much."""
+EXPIRE_MAX: Final = 100
+
+SHUTDOWN: Final = End("shutdown", publish_will=False)
+REFUSED_RESUME: Final = End("resume refused")
+
+
+class Hub:
+    """One broker's durable half. ``start`` before the listeners, ``stop`` after they closed."""
+
+    def __init__(self, store: Store, settings: Settings, clock: Clock) -> None:
+        self.store = store
+        self.settings = settings
+        self.clock = clock
+        self.figures = Figures()
+        self.names = TopicNames()
+        self.connections: set[Connection] = set()
+        self.refusing = False
+        self.permits_will: Callable[[Will, Session | None], Awaitable[bool]] | None = None
+        self.on_reset: Callable[[bytes, str, int, int], None] | None = None
+        self.opened: Opened
+        self.committer: Committer
+        self.router: Router
+        self.retained: RetainedStore
+        self.wills = Wills(self)
+        self.registry = Registry(self)
+        self._timers: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Open the store and everything that hangs on it. Raises StoreUnusable."""
+        self.opened = await self.store.open(now_ms=self.clock.now_ms())
+        if self.opened.minted:
+            log.warning(
+                "database generation %s minted: %s", self.opened.log.generation, self.opened.minted
+            )
+        settings = self.settings
+        self.committer = Committer(
+            self.store, self.clock, head=self.opened.log.head, bytes_max=settings.commit_bytes_max
+        )
+        self.retained = RetainedStore(
+            self.committer,
+            self.figures,
+            messages_max=settings.max_retained_messages,
+            bytes_max=settings.max_retained_bytes,
+        )
+        self.router = Router(self.committer, self.retained, self.figures)
+        self.router.load(self.opened.filters)
+        self.wills.load(self.opened.wills)
+
+    async def load(self) -> None:
+        """Read what is needed in memory (retained messages), and begin what the clock drives."""
+        await self.retained.load(self.store)
+        settings = self.settings
+        self._every(TICK_S, self._look_for_silence)
+        self._every(settings.checkpoint_interval_s, self._checkpoint)
+        self._every(settings.prune_interval_s, self._prune)
+        self._every(1.0, self._expire)
+        self._timers.append(asyncio.ensure_future(self._recover_wills()))
+
+    async def stop(self) -> None:
+        """End every session in good order, write everything, close the store."""
+        self.refusing = True
+        for task in self._timers:
+            task.cancel()
+        await asyncio.gather(*self._timers, return_exceptions=True)
+        self._timers.clear()
+        for connection in list(self.connections):
+            connection.finish(SHUTDOWN)
+        await self.wills.settle()
+        await self.committer.drain()
+        self.committer.close()
+        await self.store.close()
+
+    # --------------------------------------------------------------------- by the clock
+
+    def _every(self, seconds: float, call: Callable[[], Awaitable[None] | None]) -> None:
+        async def run() -> None:
+            while True:
+                await asyncio.sleep(seconds)
+                try:
+                    result = call()
+                    if result is not None:
+                        await result
+                except StoreError as error:
+                    # the committer says it once; here it is only put off until next time
+                    log.debug("%s is put off: %s", call.__name__, error)
+                except Exception:
+                    log.exception("%s failed", call.__name__)
+
+        self._timers.append(asyncio.ensure_future(run()))
+
+    def _look_for_silence(self) -> None:
+        now = self.clock.monotonic()
+        for connection in list(self.connections):
+            connection.overdue(now)
+
+    def _checkpoint(self) -> None:
+        for session in list(self.registry.owners.values()):
+            if session.durable:
+                session.checkpoint()  # type: ignore[attr-defined]
+
+    async def _prune(self) -> None:
+        if self.committer.failing_since is not None:
+            return
+        before = self.clock.now_ms() - int(self.settings.retain_for_s * 1000)
+        while True:
+            outcome = await self.committer.apply(Prune(0, before, PRUNE_BLOCKS_MAX))
+            self.figures.pruned_blocks += outcome.blocks  # type: ignore[attr-defined]
+            if not outcome.more:  # type: ignore[attr-defined]
+                return
+
+    async def _expire(self) -> None:
+        if self.committer.failing_since is not None:
+            return
+        while True:
+            gone = await self.committer.apply(Expire(self.clock.now_ms(), EXPIRE_MAX))
+            assert isinstance(gone, tuple)
+            for expired in gone:
+                self.figures.expired += 1
+                for topic_filter in expired.filters:
+                    self.router.count(topic_filter, -1)
+            if len(gone) < EXPIRE_MAX:
+                return
+
+    async def _recover_wills(self) -> None:
+        await asyncio.sleep(self.settings.will_recovery_delay_s)
+        self.wills.publish_orphans()
+
+    # ---------------------------------------------------------------------------- resets
+
+    def tell_reset(self, client_id: bytes, finding: Finding) -> None:
+        """A session is deleted because it cannot be resumed: log, count, tell the plugins."""
+        resets = self.figures.resets
+        resets[finding.reason] = resets.get(finding.reason, 0) + 1
+        log.warning("session %r is reset: %s", client_id, finding.error)
+        if self.on_reset is not None:
+            error = finding.error
+            position = getattr(error, "position", 0)
+            self.on_reset(client_id, finding.reason, position, getattr(error, "floor", 0))
+
+    def refuse_resume(
+        self, session: DurableSession, error: ResumeHistoryUnavailable, reason: str
+    ) -> None:
+        """After CONNACK it turned out that history is missing: fence, close, delete (410)."""
+        resets = self.figures.resets
+        resets[reason] = resets.get(reason, 0) + 1
+        log.warning("session %r is reset: %s", session.client_id, error)
+        self.registry.discard(session)
+        session.peer.finish(REFUSED_RESUME)
+        if session.has_will:
+            self.wills.ended(session, REFUSED_RESUME)
+        if self.on_reset is not None:
+            self.on_reset(session.client_id, reason, error.position, error.floor)

@@ -1,0 +1,327 @@
+"""Deliveries of one session, from claim to settlement. Pure: no socket, no clock, no store.
+
+A delivery (``Flight``) goes
+
+    claimed -> committed (ready) -> sent -> [received, QoS 2] -> settled
+
+Rule 1. It may be sent only after the commit that holds its claim (P2): ``commit`` makes it ready.
+Rule 2. It is sent in the order it was claimed; what an earlier connection left goes first (P6).
+Rule 3. Its packet id is its own until it is settled.
+Rule 4. PUBREL goes out after the commit that holds "received" (P5).
+
+Claims run ahead of the window: up to ``ahead`` deliveries are committed before the client has room
+for them, so that an acknowledgement is answered with the next PUBLISH without waiting for a disk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Final
+
+from storage.api import HELD, RECEIVED, SENT, Claim, Delivery, Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from storage.api import Snapshot
+
+__all__ = ["PACKET_IDS", "Collected", "Flight", "Outbound"]
+
+PACKET_IDS: Final = 65_535
+ROW_FLIGHTS_MAX: Final = 128
+"""Deliveries in a claim row; a row that is partly settled is written again."""
+AHEAD_BYTES_MAX: Final = 1 << 20
+"""Payload bytes a session keeps in memory for deliveries that are not sent yet."""
+SETTLED: Final = 0x40
+"""Flight.state in memory only."""
+
+
+class _Row:
+    """A claim: the deliveries that were acquired together."""
+
+    __slots__ = ("dirty", "flights", "number", "unsettled")
+
+    def __init__(self, number: int, flights: list[Flight]) -> None:
+        self.number = number
+        self.flights = flights
+        self.unsettled = len(flights)
+        self.dirty = False
+
+    def claim(self) -> Claim:
+        """What is to be stored."""
+        return Claim(
+            self.number,
+            tuple(
+                Delivery(f.offset, f.packet_id, f.qos, f.state, f.attempts)
+                for f in self.flights
+                if f.state != SETTLED
+            ),
+        )
+
+
+class Flight:
+    """One delivery. offset: of the entry, or number of the held message (state & HELD).
+
+    entry: the message, until it is sent; None when it has to be read again.
+    dup: an earlier connection may have sent it [MQTT-3.3.1-1]. sent: this connection has sent it.
+    """
+
+    __slots__ = ("attempts", "dup", "entry", "offset", "packet_id", "qos", "row", "sent", "state")
+
+    row: _Row
+
+    def __init__(
+        self, offset: int, packet_id: int, qos: int, state: int, entry: Entry | None
+    ) -> None:
+        self.offset = offset
+        self.packet_id = packet_id
+        self.qos = qos
+        self.state = state
+        self.entry = entry
+        self.dup = False
+        self.sent = False
+        self.attempts = 0
+
+
+class Collected:
+    """What ``Outbound.collect`` hands to one write, and gets back when it is committed."""
+
+    __slots__ = ("claims", "flights", "held", "released", "settled", "unheld")
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+        self.settled: list[int] = []
+        self.held: list[tuple[int, Entry]] = []
+        self.unheld: list[int] = []
+        self.flights: list[Flight] = []
+        self.released: list[int] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.claims or self.settled or self.unheld)
+
+
+class Outbound:
+    """The deliveries of one session.
+
+    window: how many may be sent and not settled (1..65535). ahead: how many more may be claimed.
+    """
+
+    __slots__ = (
+        "_claiming",
+        "_dirty",
+        "_held",
+        "_receiving",
+        "_unheld",
+        "flights",
+        "limit",
+        "next_claim",
+        "next_held",
+        "next_packet_id",
+        "ready",
+        "sent",
+        "unsent_bytes",
+        "window",
+    )
+
+    def __init__(self, window: int, ahead: int) -> None:
+        self.window = window
+        self.limit = min(window + ahead, PACKET_IDS)
+        self.flights: dict[int, Flight] = {}
+        self.ready: deque[Flight] = deque()
+        self.sent = 0
+        self.unsent_bytes = 0
+        self.next_claim = 1
+        self.next_held = 1
+        self.next_packet_id = 1
+        self._claiming: list[Flight] = []
+        self._dirty: list[_Row] = []
+        self._held: list[tuple[int, Entry]] = []
+        self._unheld: list[int] = []
+        self._receiving: list[int] = []
+
+    # -------------------------------------------------------------------------- claiming
+
+    def restore(self, snapshot: Snapshot) -> list[int]:
+        """Take over what earlier connections left. Returns the ids whose PUBREL is due, in order."""
+        self.next_claim = snapshot.consumer.next_claim
+        self.next_held = snapshot.consumer.next_held
+        self.next_packet_id = snapshot.consumer.next_packet_id
+        due: list[int] = []
+        for claim in snapshot.claims:
+            flights: list[Flight] = []
+            for d in claim.deliveries:
+                flight = Flight(d.offset, d.packet_id, d.qos, d.state, None)
+                flight.dup = True
+                flight.attempts = min(d.attempts + 1, 255)
+                if d.state & HELD:
+                    flight.entry = snapshot.held.get(d.offset)
+                self.flights[d.packet_id] = flight
+                flights.append(flight)
+                if d.state & RECEIVED:
+                    due.append(d.packet_id)
+                    flight.sent = True
+                    self.sent += 1
+                else:
+                    self.ready.append(flight)
+            row = _Row(claim.number, flights)
+            for flight in flights:
+                flight.row = row
+        return due
+
+    @property
+    def room(self) -> bool:
+        """Whether another delivery may be claimed."""
+        return len(self.flights) < self.limit and self.unsent_bytes < AHEAD_BYTES_MAX
+
+    @property
+    def low(self) -> bool:
+        """Whether it is worth while to look for more."""
+        return len(self.flights) * 2 <= self.limit and self.unsent_bytes * 2 < AHEAD_BYTES_MAX
+
+    def claim(self, entry: Entry, qos: int) -> None:
+        """Claim the delivery of an entry of the history. There must be ``room``."""
+        flights = self.flights
+        packet_id = self.next_packet_id
+        while packet_id in flights:  # never an id that is in use [MQTT-2.3.1-4]
+            packet_id = packet_id % PACKET_IDS + 1
+        self.next_packet_id = packet_id % PACKET_IDS + 1
+        flight = Flight(entry.offset, packet_id, qos, SENT, entry)
+        flights[packet_id] = flight
+        self._claiming.append(flight)
+        self.unsent_bytes += len(entry.payload)
+
+    def hold(self, message: Entry, qos: int) -> None:
+        """Claim the delivery of a retained message, of which a copy is held until it is settled."""
+        number = self.next_held
+        self.next_held = number + 1
+        self.claim(message, qos)
+        flight = self._claiming[-1]
+        flight.offset = number
+        flight.state = SENT | HELD
+        self._held.append((number, message))
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something to write."""
+        return bool(self._claiming or self._dirty)
+
+    def collect(self) -> Collected:
+        """Everything that is not written yet."""
+        out = Collected()
+        claiming = self._claiming
+        if claiming:
+            self._claiming = []
+            for i in range(0, len(claiming), ROW_FLIGHTS_MAX):
+                flights = claiming[i : i + ROW_FLIGHTS_MAX]
+                row = _Row(self.next_claim, flights)
+                self.next_claim += 1
+                for flight in flights:
+                    flight.row = row
+                out.claims.append(row.claim())
+            out.flights = claiming
+            out.held, self._held = self._held, []
+        if self._dirty:
+            for row in self._dirty:
+                row.dirty = False
+                if row.unsettled:
+                    out.claims.append(row.claim())
+                else:
+                    out.settled.append(row.number)
+            self._dirty = []
+            out.unheld, self._unheld = self._unheld, []
+            out.released, self._receiving = self._receiving, []
+        return out
+
+    # --------------------------------------------------------------------------- settling
+
+    def _touch(self, row: _Row) -> None:
+        if not row.dirty:
+            row.dirty = True
+            self._dirty.append(row)
+
+    def _settle(self, flight: Flight) -> None:
+        del self.flights[flight.packet_id]
+        if flight.state & HELD:
+            self._unheld.append(flight.offset)
+        flight.state = SETTLED
+        flight.row.unsettled -= 1
+        self.sent -= 1
+        self._touch(flight.row)
+
+    def puback(self, packet_id: int) -> bool:
+        """PUBACK came. False: there is no such QoS 1 delivery under way; nothing happens."""
+        flight = self.flights.get(packet_id)
+        if flight is None or flight.qos != 1 or not flight.sent:
+            return False
+        self._settle(flight)
+        return True
+
+    def pubrec(self, packet_id: int) -> bool | None:
+        """PUBREC came. True: PUBREL is due after the next commit. None: it is due at once (a
+        repetition, or an id that is not known: [MQTT-4.3.3-1] lets the client finish)."""
+        flight = self.flights.get(packet_id)
+        if flight is None or flight.qos != 2 or not flight.sent:
+            return None
+        if flight.state & RECEIVED:
+            return False if packet_id in self._receiving else None
+        flight.state |= RECEIVED
+        self._receiving.append(packet_id)
+        self._touch(flight.row)
+        return True
+
+    def pubcomp(self, packet_id: int) -> bool:
+        """PUBCOMP came. False: nothing of that id waits for it."""
+        flight = self.flights.get(packet_id)
+        if flight is None or not flight.state & RECEIVED:
+            return False
+        self._settle(flight)
+        return True
+
+    # ---------------------------------------------------------------------------- sending
+
+    def take(self) -> Flight:
+        """The next delivery to send: ``ready`` and the window were looked at, the entry is there."""
+        flight = self.ready.popleft()
+        flight.sent = True
+        self.sent += 1
+        entry = flight.entry
+        assert entry is not None
+        if not flight.dup:
+            self.unsent_bytes -= len(entry.payload)
+        return flight
+
+    def drop(self, flight: Flight) -> None:
+        """A delivery that is not to be sent after all (expired, too large) counts as settled."""
+        self._settle(flight)
+
+    def release_unsent(self) -> int | None:
+        """At the end of a connection: give back what was claimed ahead and never sent.
+
+        Returns the cursor to go back to, None if nothing was given back. Held messages and what
+        an earlier connection left stay claimed. The rows concerned are in the next ``collect``.
+        """
+        cursor: int | None = None
+        for flight in self._unsent():
+            if cursor is None or flight.offset <= cursor:
+                cursor = flight.offset - 1
+            del self.flights[flight.packet_id]
+            flight.state = SETTLED
+            flight.row.unsettled -= 1
+            self._touch(flight.row)
+        claiming = [f for f in self._claiming if f.state & HELD]
+        for flight in self._claiming:
+            if not flight.state & HELD:
+                del self.flights[flight.packet_id]
+                if cursor is None or flight.offset <= cursor:
+                    cursor = flight.offset - 1
+        self._claiming = claiming
+        return cursor
+
+    def _unsent(self) -> Iterable[Flight]:
+        """Claimed rows' deliveries that no connection can have sent."""
+        claiming = set(map(id, self._claiming))
+        return [
+            f
+            for f in self.flights.values()
+            if not (f.sent or f.dup or f.state & HELD or id(f) in claiming)
+        ]

@@ -1,0 +1,184 @@
+"""The plugin that users name in YAML."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amqtt.plugins.base import BasePlugin
+
+from broker_ext.hub import Hub
+from broker_ext.seam import Seam
+from broker_ext.settings import Settings
+from storage import open_store
+from storage.clock import SystemClock
+from storage.errors import StoreError
+
+if TYPE_CHECKING:
+    from amqtt.broker import BrokerContext
+
+__all__ = ["DurableSessionPlugin"]
+
+log = logging.getLogger("amqtt_durable")
+
+
+class DurableSessionPlugin(BasePlugin):  # type: ignore[misc, type-arg]
+    """Makes the sessions of an amqtt broker durable.
+
+    Life cycle: ``__init__`` checks configuration and amqtt (what it raises stops the broker);
+    ``on_broker_pre_start`` opens the store and takes over the connections, before the listeners
+    bind; ``on_broker_pre_shutdown`` ends every session, writes everything and closes the store.
+    """
+
+    @dataclass
+    class Config:
+        """Options in YAML; names with '-' or '_'."""
+
+        data: str = "amqtt-durable-data"
+        """Directory of the database; made if it is not there."""
+        store: str = "sqlite"
+        """`sqlite` or `lmdb`."""
+        durability: str = "fsync"
+        """What an acknowledgement means: `fsync`, on disk; `os`, with the operating system: it
+        survives kill -9 and may lose the last moments at power loss."""
+        map_bytes_max: int | None = None
+        """lmdb: how far the map may grow; default: see README."""
+        max_inflight: int = 100
+        """Deliveries to one client that are sent and not acknowledged, 1..65535."""
+        max_packet_bytes: int = 16 << 20
+        """Largest packet a client may send, 1024..268435455."""
+        max_client_id_bytes: int = 1024
+        """Longest client id, 23..65535; a longer one is refused with CONNACK 2."""
+        max_queued_messages: int = 1000
+        """Messages that wait for a transient (clean) session; more are dropped and counted."""
+        max_queued_bytes: int = 16 << 20
+        """Payload bytes that wait for a transient session."""
+        max_retained_messages: int = 100_000
+        """Retained messages; more are delivered but not retained."""
+        max_retained_bytes: int = 64 << 20
+        """Bytes of retained messages, topics included."""
+        commit_bytes_max: int = 16 << 20
+        """Bytes that wait for the disk; then publishers are not read from."""
+        connect_timeout: float = 10.0
+        """Seconds a connection may take to send its CONNECT."""
+        takeover_timeout: float = 10.0
+        """Seconds a CONNECT waits for its predecessor with the same client id; then CONNACK 3."""
+        checkpoint_interval: float = 5.0
+        """Seconds between checkpoints of quiet sessions."""
+        retain_for: float = 0.0
+        """Seconds that history is kept even when every session has it."""
+        publish_wills_after_crash: bool = True
+        """Publish the wills of connections that died with the broker."""
+        will_recovery_delay: float = 10.0
+        """Seconds after the start in which their clients may come back first."""
+        on_generation_change: str = "resume"
+        """A session of another database generation: `resume` (replay, unchecked) or `reset`."""
+
+        def __post_init__(self) -> None:
+            """Refuse what cannot be."""
+            _one_of("store", self.store, ("lmdb", "sqlite"))
+            _one_of("durability", self.durability, ("fsync", "os"))
+            _one_of("on_generation_change", self.on_generation_change, ("resume", "reset"))
+            for name, low, high in (
+                ("max_inflight", 1, 65_535),
+                ("max_packet_bytes", 1024, 268_435_455),
+                ("max_client_id_bytes", 23, 65_535),
+                ("max_queued_messages", 1, None),
+                ("max_queued_bytes", 1, None),
+                ("max_retained_messages", 0, None),
+                ("max_retained_bytes", 0, None),
+                ("commit_bytes_max", 65_536, None),
+                ("connect_timeout", 0.1, None),
+                ("takeover_timeout", 0.1, None),
+                ("checkpoint_interval", 0.1, None),
+                ("retain_for", 0, None),
+                ("will_recovery_delay", 0, None),
+                ("map_bytes_max", 1 << 20, None),
+            ):
+                _in_range(name, getattr(self, name), low, high)
+
+    def __init__(self, context: BrokerContext) -> None:
+        super().__init__(context)
+        self.hub: Hub | None = None
+        broker: Any = context._broker_instance  # noqa: SLF001 - the only way to the broker
+        self._seam = Seam(broker)
+
+    async def on_broker_pre_start(self) -> None:
+        """Open the store and take over the connections."""
+        config = self.config
+        try:
+            store = open_store(
+                config.store,
+                Path(config.data).expanduser(),
+                durability=config.durability,
+                map_bytes_max=config.map_bytes_max,
+            )
+            hub = Hub(store, self._settings(), SystemClock())
+            await hub.start()
+            hub.on_reset = self._seam.tell_reset
+            self._seam.install(hub)
+            await hub.load()
+        except (StoreError, OSError) as error:
+            self._seam.refuse_to_start(error)
+            return
+        except Exception as error:
+            # amqtt would drop it, and start without us: a quiet fallback to memory
+            log.exception("the store cannot be opened")
+            self._seam.refuse_to_start(error)
+            return
+        self.hub = hub
+
+    async def on_broker_post_start(self) -> None:
+        """The listeners are bound."""
+        self._seam.listen_widely()
+        self._seam.stop_on_sigterm()
+
+    async def on_broker_pre_shutdown(self) -> None:
+        """End every session, write everything, close the store."""
+        hub, self.hub = self.hub, None
+        if hub is not None:
+            await hub.stop()
+
+    async def close(self) -> None:
+        """Called by amqtt at the very end."""
+        await self.on_broker_pre_shutdown()
+
+    def _settings(self) -> Settings:
+        config = self.config
+        broker_config = self._seam.broker.config
+        return Settings(
+            max_inflight=config.max_inflight,
+            max_packet_bytes=config.max_packet_bytes,
+            max_client_id_bytes=config.max_client_id_bytes,
+            max_queued_messages=config.max_queued_messages,
+            max_queued_bytes=config.max_queued_bytes,
+            max_retained_messages=config.max_retained_messages,
+            max_retained_bytes=config.max_retained_bytes,
+            commit_bytes_max=config.commit_bytes_max,
+            connect_timeout_s=config.connect_timeout,
+            takeover_timeout_s=config.takeover_timeout,
+            checkpoint_interval_s=config.checkpoint_interval,
+            retain_for_s=config.retain_for,
+            session_expiry_interval_s=broker_config.session_expiry_interval,
+            timeout_disconnect_delay_s=float(broker_config.timeout_disconnect_delay or 0),
+            publish_wills_after_crash=config.publish_wills_after_crash,
+            will_recovery_delay_s=config.will_recovery_delay,
+            on_generation_change=config.on_generation_change,
+        )
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        msg = f"{name} is {value!r}; it must be one of {', '.join(allowed)}"
+        raise ValueError(msg)
+
+
+def _in_range(name: str, value: float | None, low: float, high: float | None) -> None:
+    if value is None:
+        return
+    if value < low or (high is not None and value > high):
+        wanted = f"{low} to {high}" if high is not None else f"at least {low}"
+        msg = f"{name} is {value}; it must be {wanted}"
+        raise ValueError(msg)

@@ -1,0 +1,304 @@
+"""Client id -> the session that owns it, and the line of CONNECTs (P7).
+
+Rule 1. CONNECTs for one client id take turns in arrival order, after authentication and before
+        anything is read or deleted.
+Rule 2. A newer one takes over: the older session saves, is sealed and is closed; what it wrote is
+        in the committer before the newer one's Acquire, and is applied before it.
+Rule 3. The wait is bounded. One that gave up keeps its place until its predecessor is done, so
+        that nobody passes a session that is still loading.
+Rule 4. One whose client left while it waited takes nothing over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+from broker_ext.durable import DurableSession
+from broker_ext.resume import Finding, Verdict, verdict
+from broker_ext.session import End, Session, TransientSession
+from broker_ext.wire import connack
+from storage.api import INCARNATION_BYTES, Acquire, Acquired, Bind, Discard, Entry, Will
+from storage.errors import NotOwner, StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from broker_ext.connection import Connection
+    from broker_ext.hub import Hub
+    from broker_ext.wire import Connect, ConnectWill
+    from storage.api import Outcome, Snapshot
+
+__all__ = ["TAKEN_OVER", "Registry"]
+
+log = logging.getLogger("amqtt_durable.registry")
+
+TAKEN_OVER: Final = End("taken over")
+ACCEPTED, ID_REJECTED, UNAVAILABLE, NOT_AUTHORIZED = 0, 2, 3, 5
+
+
+class _GaveUpError(Exception):
+    """The predecessor in line took too long."""
+
+
+class Registry:
+    """The owners of all client ids. One object for each broker."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self.owners: dict[bytes, Session] = {}
+        self._lines: dict[bytes, asyncio.Future[None]] = {}
+
+    # ------------------------------------------------------------------------ the line
+
+    @asynccontextmanager
+    async def turn(self, client_id: bytes) -> AsyncIterator[None]:
+        """Wait for this client id's turn. Raises _GaveUpError after takeover_timeout_s."""
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        before = self._lines.get(client_id)
+        self._lines[client_id] = mine
+
+        def done(_: object = None) -> None:
+            if not mine.done():
+                mine.set_result(None)
+            if self._lines.get(client_id) is mine:
+                del self._lines[client_id]
+
+        if before is not None:
+            finished, _ = await asyncio.wait(
+                [before], timeout=self.hub.settings.takeover_timeout_s
+            )
+            if not finished:
+                before.add_done_callback(done)
+                raise _GaveUpError
+        try:
+            yield
+        finally:
+            done()
+
+    # --------------------------------------------------------------------- the CONNECT
+
+    async def connect(self, connection: Connection, packet: Connect) -> None:
+        """Everything between a CONNECT and its CONNACK, and the start of the session."""
+        hub = self.hub
+        client_id = packet.client_id
+        if not client_id:
+            if not packet.clean_start:
+                connection.refuse(ID_REJECTED)  # [MQTT-3.1.3-8]
+                return
+            client_id = b"auto-" + os.urandom(12).hex().encode()  # [MQTT-3.1.3-6]
+            packet = packet._replace(client_id=client_id)
+        elif len(client_id) > hub.settings.max_client_id_bytes:
+            connection.refuse(ID_REJECTED)
+            return
+        if hub.refusing:
+            connection.refuse(UNAVAILABLE)
+            return
+        user = await connection.guard.authenticate(packet)
+        if user is None:
+            log.info("client %s is not authorized", connection.peername)
+            connection.refuse(NOT_AUTHORIZED)
+            return
+        try:
+            async with self.turn(client_id):
+                if connection.ended is None and not connection.closed:
+                    await self._take(connection, packet, user)
+        except _GaveUpError:
+            log.warning("CONNECT of %r gave up waiting for its predecessor", client_id)
+            connection.refuse(UNAVAILABLE)
+        except StoreError as error:
+            log.warning("CONNECT of %r: %s", client_id, error)
+            connection.refuse(NOT_AUTHORIZED if isinstance(error, NotOwner) else UNAVAILABLE)
+
+    async def _take(self, connection: Connection, packet: Connect, user: bytes) -> None:
+        """In turn: take over from the older owner, load or make the session, answer."""
+        hub = self.hub
+        client_id = packet.client_id
+        older = self.owners.get(client_id)
+        stored = await hub.store.snapshot(client_id) if packet.clean_start else None
+        owner = stored.consumer.user if stored is not None else user
+        if older is not None:
+            owner = older.user
+        if owner != user:
+            raise NotOwner(0)
+        if connection.ended is not None or connection.closed:
+            return
+        older = self.owners.get(client_id)  # it may have left meanwhile
+        if older is not None:
+            hub.figures.takeovers += 1
+            older.peer.finish(TAKEN_OVER)
+        incarnation = os.urandom(INCARNATION_BYTES)
+        hub.wills.cancel_orphans(client_id)
+        if packet.will is not None:
+            hub.wills.store(Will(client_id, incarnation, user, _message(packet.will)))
+        try:
+            if packet.clean_start:
+                present = False
+                session = await self._transient(
+                    connection, packet, user, incarnation, stored=stored is not None
+                )
+            else:
+                present, session = await self._durable(connection, packet, user, incarnation)
+        except BaseException:
+            hub.wills.abandon(incarnation)
+            raise
+        if packet.will is not None:
+            await hub.wills.stored(incarnation)
+            session.has_will = True
+        if connection.ended is not None or connection.closed:
+            self._nobody_there(session)
+            return
+        self.owners[client_id] = session
+        connection.session = session
+        session.may_receive = connection.guard.may_receive
+        hub.figures.connects += 1
+        connection.write(
+            connack(session_present=present, reason=ACCEPTED, version=connection.version)
+        )
+        connection.guard.connected(session)
+        if isinstance(session, DurableSession):
+            session.start()
+
+    async def _transient(
+        self,
+        connection: Connection,
+        packet: Connect,
+        user: bytes,
+        incarnation: bytes,
+        *,
+        stored: bool,
+    ) -> Session:
+        """A clean session: what is stored for the id is deleted first [MQTT-3.1.2-6]."""
+        hub = self.hub
+        if stored:
+            outcome = await hub.committer.apply(
+                Acquire(
+                    packet.client_id,
+                    incarnation,
+                    user,
+                    hub.clock.now_ms(),
+                    clean=True,
+                    create=False,
+                )
+            )
+            self._uncount(outcome)
+        return TransientSession(
+            hub,
+            connection,
+            client_id=packet.client_id,
+            user=user,
+            incarnation=incarnation,
+            window=hub.settings.max_inflight,
+        )
+
+    async def _durable(
+        self, connection: Connection, packet: Connect, user: bytes, incarnation: bytes
+    ) -> tuple[bool, Session]:
+        """A session that survives: acquired, and checked before CONNACK."""
+        outcome = await self._acquire(connection, packet, user, incarnation, clean=False)
+        snapshot = outcome.snapshot
+        assert snapshot is not None
+        present = outcome.existed
+        if present:
+            finding = verdict(
+                snapshot,
+                outcome.log,
+                on_generation_change=self.hub.settings.on_generation_change,
+            )
+            if finding.verdict is Verdict.RESET:
+                self.hub.tell_reset(packet.client_id, finding)
+                snapshot, present = await self._reset(connection, packet, user, incarnation), False
+            elif finding.verdict is Verdict.REBIND:
+                await self._rebind(snapshot, incarnation, finding)
+            else:
+                self.hub.figures.resumed += 1
+        session = DurableSession(
+            self.hub,
+            connection,
+            snapshot,
+            client_id=packet.client_id,
+            user=user,
+            incarnation=incarnation,
+            window=self.hub.settings.max_inflight,
+        )
+        return present, session
+
+    async def _acquire(
+        self,
+        connection: Connection,
+        packet: Connect,
+        user: bytes,
+        incarnation: bytes,
+        *,
+        clean: bool,
+    ) -> Acquired:
+        outcome = await self.hub.committer.apply(
+            Acquire(
+                packet.client_id,
+                incarnation,
+                user,
+                self.hub.clock.now_ms(),
+                clean=clean,
+                expiry_s=self.hub.settings.session_expiry_interval_s,
+                version=connection.version,
+            )
+        )
+        self._uncount(outcome)
+        assert isinstance(outcome, Acquired)
+        return outcome
+
+    async def _reset(
+        self, connection: Connection, packet: Connect, user: bytes, incarnation: bytes
+    ) -> Snapshot:
+        """Delete the record and its deliveries, and begin afresh."""
+        outcome = await self._acquire(connection, packet, user, incarnation, clean=True)
+        assert outcome.snapshot is not None
+        return outcome.snapshot
+
+    async def _rebind(self, snapshot: Snapshot, incarnation: bytes, finding: Finding) -> None:
+        consumer = snapshot.consumer
+        log.warning("session %r: %s; it resumes unchecked", consumer.client_id, finding.error)
+        self.hub.figures.rebound += 1
+        await self.hub.committer.apply(Bind(consumer.id, incarnation, consumer.cursor))
+
+    def _uncount(self, outcome: Outcome) -> None:
+        """A record was deleted: its durable filters are wanted by one consumer less."""
+        if isinstance(outcome, Acquired):
+            for topic_filter in outcome.dropped:
+                self.hub.router.count(topic_filter, -1)
+
+    def _nobody_there(self, session: Session) -> None:
+        """The client left during its CONNECT: nobody was told anything, so there is no will
+        [MQTT-3.1.2-8 needs a connection that was accepted], and the record is saved as it is."""
+        session.end(TAKEN_OVER)
+        if session.has_will:
+            self.hub.wills.drop(session)
+
+    # -------------------------------------------------------------------------- the end
+
+    def leave(self, session: Session, end: End) -> None:
+        """A connection ended: seal its session, and see to its will."""
+        if session.sealed:
+            return
+        if self.owners.get(session.client_id) is session:
+            del self.owners[session.client_id]
+        session.end(end)
+        if session.has_will:
+            self.hub.wills.ended(session, end)
+
+    def discard(self, session: DurableSession) -> None:
+        """Seal a session and delete its record, if its incarnation still owns it."""
+        if self.owners.get(session.client_id) is session:
+            del self.owners[session.client_id]
+        session.discard()
+
+    async def forget(self, client_id: bytes, incarnation: bytes, consumer_id: int) -> None:
+        """Delete the record of a session at rest (admin)."""
+        await self.hub.committer.apply(Discard(consumer_id, incarnation))
+
+
+def _message(will: ConnectWill) -> Entry:
+    return Entry(0, will.topic, will.payload, will.qos, 0x04 if will.retain else 0)

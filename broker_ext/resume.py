@@ -1,0 +1,78 @@
+"""May a returning session continue from its position? Pure functions.
+
+| finding | verdict |
+|---|---|
+| generation is current, nothing that matches was pruned after the position | RESUME |
+| an entry that matches, above the position, was pruned | RESET, 410 |
+| the position belongs to another generation | REBIND, 409 (RESET where so configured) |
+| the position is ahead of the head | RESET, 409: its offsets will be used again |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING
+
+from storage.errors import DatabaseGenerationChanged, ResumeHistoryUnavailable, ResumeRefused
+
+if TYPE_CHECKING:
+    from storage.api import LogState, Snapshot
+
+__all__ = ["Finding", "Verdict", "position_of", "verdict"]
+
+
+class Verdict(Enum):
+    """What is done with a stored session."""
+
+    RESUME = "resume"
+    REBIND = "rebind"
+    RESET = "reset"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A verdict and, unless it is RESUME, why. reason: a stable word for counters and logs."""
+
+    verdict: Verdict
+    reason: str = "ok"
+    error: ResumeRefused | None = None
+
+
+def position_of(snapshot: Snapshot) -> int:
+    """The offset up to which everything was delivered; below the cursor while deliveries from the
+    history are unsettled."""
+    unsettled = [
+        d.offset for claim in snapshot.claims for d in claim.deliveries if not d.state & 0x80
+    ]
+    return min([snapshot.consumer.cursor, *(offset - 1 for offset in unsettled)])
+
+
+def verdict(snapshot: Snapshot, log: LogState, *, on_generation_change: str) -> Finding:
+    """Decide whether a session may continue.
+
+    on_generation_change: "resume" replays from the offset, unchecked, and binds to the current
+    generation; "reset" is the strict choice.
+    Source: [MQTT-3.1.2-5], [MQTT-3.2.2-2]; two errors for two causes as in etcd's kvstore.go.
+    """
+    consumer = snapshot.consumer
+    position = position_of(snapshot)
+    highest = max(
+        [
+            consumer.cursor,
+            *(d.offset for c in snapshot.claims for d in c.deliveries if not d.state & 0x80),
+        ]
+    )
+    changed = DatabaseGenerationChanged(consumer.generation, log.generation, position, log.head)
+    if highest > log.head:
+        return Finding(Verdict.RESET, "position-ahead", changed)
+    if snapshot.loss is not None:
+        error = ResumeHistoryUnavailable(
+            position, snapshot.loss.pruned_through, snapshot.loss.topic
+        )
+        return Finding(Verdict.RESET, "history-pruned", error)
+    if consumer.generation != log.generation:
+        if on_generation_change == "reset":
+            return Finding(Verdict.RESET, "generation-changed", changed)
+        return Finding(Verdict.REBIND, "generation-changed", changed)
+    return Finding(Verdict.RESUME)

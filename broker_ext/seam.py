@@ -1,0 +1,651 @@
+"""The one file that touches amqtt's insides.
+
+``RELIES_ON`` lists every attribute of amqtt that is used here and is not documented for plugins, as
+read in amqtt 0.12.1. ``check`` compares it with the installed amqtt before anything is replaced, so
+that an upgrade fails by name before it fails a device; ``tests/broker/test_seam.py`` pins each.
+
+How it works: in ``on_broker_pre_start``, before the listeners bind, the connection callbacks of the
+broker object (``stream_connected``, ``ws_connected``, ``external_connected``) are replaced by ours,
+and so are the four calls behind its plugin contexts. amqtt stays the broker: listeners, TLS, YAML,
+authentication and topic plugins, events, ``$SYS``.
+
+Mind: amqtt schedules ``on_*`` events without waiting and drops what they raise; so nothing here that
+a promise hangs on is an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+import amqtt
+from amqtt.adapters import BufferReader
+from amqtt.broker import Broker, RetainedApplicationMessage, Server
+from amqtt.contexts import Action
+from amqtt.errors import AMQTTError, BrokerError
+from amqtt.events import BrokerEvents, MQTTEvents
+from amqtt.mqtt import packet_class
+from amqtt.mqtt.packet import MQTTFixedHeader
+from amqtt.plugins.manager import PluginManager
+from amqtt.session import IncomingApplicationMessage
+from amqtt.session import Session as AmqttSession
+
+from broker_ext.connection import WRITE_HIGH_BYTES, Connection
+from broker_ext.session import End, Grant
+from broker_ext.transports import external_transport, websocket_transport
+from broker_ext.wire import Connect, Publish, encode
+from storage.api import UNCLAIMED, Acquire, Acquired, Detach, Entry, Subscribe, Subscription
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Coroutine
+
+    from amqtt.adapters import ReaderAdapter, WriterAdapter
+    from websockets.asyncio.server import ServerConnection
+
+    from broker_ext.connection import Transport
+    from broker_ext.hub import Hub
+    from broker_ext.session import Session
+    from broker_ext.wire import Packet
+    from storage.api import Will
+
+__all__ = ["RELIES_ON", "Seam", "SeamError", "check"]
+
+log = logging.getLogger("amqtt_durable.seam")
+
+RELIES_ON: Final[tuple[tuple[object, str], ...]] = (
+    (Broker, "stream_connected"),
+    (Broker, "ws_connected"),
+    (Broker, "external_connected"),
+    (Broker, "internal_message_broadcast"),
+    (Broker, "retain_message"),
+    (Broker, "add_subscription"),
+    (Broker, "create_offline_session"),
+    (Broker, "_start_listeners"),
+    (Broker, "_authenticate"),
+    (Broker, "_topic_filtering"),
+    (Broker, "sessions"),
+    (Broker, "subscriptions"),
+    (Broker, "retained_messages"),
+    (Server, "acquire_connection"),
+    (Server, "release_connection"),
+    (PluginManager, "fire_event"),
+    (AmqttSession, "_init_states"),
+)
+"""What must exist on amqtt's classes (read in 0.12.1)."""
+
+RELIES_ON_INSTANCE: Final = (
+    "_servers",
+    "_sessions",
+    "_subscriptions",
+    "_retained_messages",
+    "_loop",
+    "config",
+    "listeners_config",
+    "plugins_manager",
+)
+"""What must exist on a broker object (read in 0.12.1)."""
+
+LISTEN_BACKLOG: Final = 4096
+"""amqtt listens with asyncio's backlog of 100; 500 clients that dial at once would meet SYN
+retransmits of a second each."""
+
+
+class SeamError(RuntimeError):
+    """The installed amqtt lacks something this plugin relies on."""
+
+
+def check(broker: Broker) -> None:
+    """Compare what we rely on with the installed amqtt. Raises SeamError, naming what is missing."""
+    missing = [f"{getattr(o, '__name__', o)}.{name}" for o, name in RELIES_ON if not hasattr(o, name)]
+    missing += [f"Broker().{name}" for name in RELIES_ON_INSTANCE if not hasattr(broker, name)]
+    for name in ("_topic_plugins", "_event_plugin_callbacks"):
+        if not hasattr(broker.plugins_manager, name):
+            missing.append(f"PluginManager().{name}")
+    if missing:
+        msg = (
+            f"amqtt {amqtt.__version__} is not the amqtt this version of amqtt-durable knows "
+            f"(>=0.12,<0.13): it lacks {', '.join(missing)}. Install a matching pair."
+        )
+        raise SeamError(msg)
+
+
+# ------------------------------------------------------------------------- amqtt's objects
+
+
+class _States:
+    """Stands in for the state machine of amqtt's Session, which costs 0.5 ms to build."""
+
+    __slots__ = ("state",)
+
+    def __init__(self) -> None:
+        self.state = "new"
+
+    def connect(self) -> None:
+        self.state = "connected"
+
+    def disconnect(self) -> None:
+        self.state = "disconnected"
+
+    def is_connected(self) -> bool:
+        return self.state == "connected"
+
+    def is_disconnected(self) -> bool:
+        return self.state == "disconnected"
+
+    def is_new(self) -> bool:
+        return self.state == "new"
+
+
+class SessionView(AmqttSession):  # type: ignore[misc]
+    """An amqtt Session for amqtt's plugins to look at; the truth is in ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ours: Session | None = None
+
+    def _init_states(self) -> None:
+        self.transitions = _States()
+
+    @property
+    def inflight_out_count(self) -> int:
+        """Deliveries under way."""
+        out = getattr(self.ours, "out", None)
+        return len(out.flights) if out is not None else 0
+
+    @property
+    def inflight_in_count(self) -> int:
+        """QoS 2 messages received and not released."""
+        return len(self.ours.inbound) if self.ours is not None else 0
+
+
+class _HandlerView:
+    """Stands in for amqtt's protocol handler: others may only stop it."""
+
+    def __init__(self, connection: Connection | None) -> None:
+        self._connection = connection
+
+    async def stop(self) -> None:
+        if self._connection is not None:
+            self._connection.finish(End("stopped by amqtt"))
+
+    async def handle_connection_closed(self) -> None:
+        await self.stop()
+
+
+# -------------------------------------------------------------------------------- the guard
+
+
+class PluginGuard:
+    """amqtt's plugins, for one connection. See ``connection.Guard``."""
+
+    def __init__(self, seam: Seam, server: Server, peer: tuple[str, int], ssl_object: object) -> None:
+        self.seam = seam
+        self.view = SessionView()
+        self.view.remote_address, self.view.remote_port = peer
+        self.view.ssl_object = ssl_object
+        self.slow = seam.slow
+        self._server: Server | None = server
+        self._connection: Connection | None = None
+        self._named = False
+
+    def attach(self, connection: Connection) -> None:
+        self._connection = connection
+
+    async def authenticate(self, connect: Connect) -> bytes | None:
+        view = self.view
+        view.client_id = connect.client_id.decode()
+        view.clean_session = connect.clean_start
+        view.keep_alive = connect.keep_alive_s
+        view.username = connect.username.decode() if connect.username is not None else None
+        view.password = (
+            connect.password.decode(errors="replace") if connect.password is not None else None
+        )
+        if connect.will is not None:
+            view.will_flag = True
+            view.will_topic = connect.will.topic.decode()
+            view.will_message = connect.will.payload
+            view.will_qos = connect.will.qos
+            view.will_retain = connect.will.retain
+        if not await self.seam.broker._authenticate(view, None):  # noqa: SLF001 - listed above
+            return None
+        if view.is_anonymous or not view.username:
+            return b""
+        return view.username.encode()
+
+    async def may_publish(self, topic: bytes) -> bool:
+        return await self.seam.permits(self.view, topic, Action.PUBLISH)
+
+    async def may_subscribe(self, topic_filter: bytes) -> bool:
+        return await self.seam.permits(self.view, topic_filter, Action.SUBSCRIBE)
+
+    async def may_receive(self, topic: bytes) -> bool:
+        return await self.seam.permits(self.view, topic, Action.RECEIVE)
+
+    def packet_received(self, packet: Packet) -> None:
+        if self.seam.listens(MQTTEvents.PACKET_RECEIVED):
+            version = self._connection.version if self._connection is not None else 4
+            view = None if isinstance(packet, Connect) else self.view
+            self.seam.spawn(
+                self._fire_packets(MQTTEvents.PACKET_RECEIVED, encode(packet, version), view)
+            )
+
+    def packet_sent(self, data: bytes) -> None:
+        if self.seam.listens(MQTTEvents.PACKET_SENT):
+            self.seam.spawn(self._fire_packets(MQTTEvents.PACKET_SENT, data, self.view))
+
+    async def _fire_packets(self, event: MQTTEvents, data: bytes, view: SessionView | None) -> None:
+        """Build amqtt's packet objects, now that somebody wants them."""
+        reader = BufferReader(data)
+        with contextlib.suppress(AMQTTError, UnicodeError, ValueError):
+            while (header := await MQTTFixedHeader.from_stream(reader)) is not None:
+                packet = await packet_class(header).from_stream(reader, fixed_header=header)
+                arguments = {"packet": packet}
+                if view is not None:
+                    arguments["session"] = view
+                await self.seam.fire_event(event, **arguments)
+
+    def message_received(self, packet: Publish, *, permitted: bool | None) -> None:
+        event = BrokerEvents.MESSAGE_BROADCAST if permitted else BrokerEvents.MESSAGE_RECEIVED
+        if permitted is False or not self.seam.listens(event):
+            return
+        message = IncomingApplicationMessage(
+            packet.packet_id or None,
+            packet.topic.decode(),
+            packet.qos,
+            packet.payload,
+            packet.retain,
+        )
+        message.publish_packet = message.build_publish_packet(dup=packet.dup)
+        self.seam.fire(event, client_id=self.view.client_id, message=message)
+
+    def subscribed(self, topic_filter: bytes, qos: int) -> None:
+        name = topic_filter.decode()
+        self.seam.show_subscription(name, self.view, qos)
+        self.seam.fire(
+            BrokerEvents.CLIENT_SUBSCRIBED, client_id=self.view.client_id, topic=name, qos=qos
+        )
+
+    def unsubscribed(self, topic_filter: bytes) -> None:
+        name = topic_filter.decode()
+        self.seam.hide_subscription(name, self.view)
+        self.seam.fire(
+            BrokerEvents.CLIENT_UNSUBSCRIBED, client_id=self.view.client_id, topic=name
+        )
+
+    def connected(self, session: Session) -> None:
+        view = self.view
+        view.ours = session
+        view.client_id = session.client_id.decode()
+        view.transitions.connect()
+        view._on_enter_connected()  # noqa: SLF001 - sets last_connect_time
+        self._named = True
+        sessions = self.seam.broker._sessions  # noqa: SLF001 - listed above
+        sessions[view.client_id] = (view, _HandlerView(self._connection))
+        for topic_filter, qos in session.subscriptions.items():
+            self.seam.show_subscription(topic_filter.decode(), view, qos)
+        self.seam.fire(
+            BrokerEvents.CLIENT_CONNECTED, client_id=view.client_id, client_session=view
+        )
+
+    def disconnected(self, session: Session, end: End) -> None:
+        del end
+        view = self.view
+        view.transitions.disconnect()
+        view._on_enter_disconnected()  # noqa: SLF001 - sets last_disconnect_time
+        sessions = self.seam.broker._sessions  # noqa: SLF001 - listed above
+        if sessions.get(view.client_id, (None,))[0] is view:
+            del sessions[view.client_id]
+        for topic_filter in session.subscriptions:
+            self.seam.hide_subscription(topic_filter.decode(), view)
+        self.seam.fire(
+            BrokerEvents.CLIENT_DISCONNECTED, client_id=view.client_id, client_session=view
+        )
+
+    def closed(self) -> None:
+        if self._server is not None:
+            self._server.release_connection()
+            self._server = None
+
+
+# --------------------------------------------------------------------------------- the seam
+
+
+class Seam:
+    """Our hand on one broker. ``install`` in on_broker_pre_start, before the listeners bind."""
+
+    def __init__(self, broker: Broker) -> None:
+        check(broker)
+        self.broker = broker
+        self.hub: Hub | None = None
+        self.slow = False
+        self._tasks: set[asyncio.Future[Any]] = set()
+
+    def install(self, hub: Hub) -> None:
+        """Replace the broker's connection callbacks and what its contexts call."""
+        self.hub = hub
+        broker = self.broker
+        manager = broker.plugins_manager
+        self.slow = bool(manager._topic_plugins) or any(  # noqa: SLF001 - listed above
+            self.listens(event)
+            for event in (
+                MQTTEvents.PACKET_RECEIVED,
+                MQTTEvents.PACKET_SENT,
+                BrokerEvents.MESSAGE_RECEIVED,
+                BrokerEvents.MESSAGE_BROADCAST,
+            )
+        )
+        hub.router.guarded = bool(manager._topic_plugins)  # noqa: SLF001 - listed above
+        if hub.router.guarded:
+            hub.permits_will = self._permits_will
+        hub.retained.mirror = self
+        broker.stream_connected = self._stream_connected
+        broker.ws_connected = self._ws_connected
+        broker.external_connected = self._external_connected
+        broker.internal_message_broadcast = self._broadcast
+        broker.retain_message = self._retain
+        broker.add_subscription = self._add_subscription
+        broker.create_offline_session = self._create_offline_session
+
+    def refuse_to_start(self, reason: BaseException) -> None:
+        """Have ``Broker.start`` fail: the store cannot be used, so nothing may be served."""
+
+        async def refuse() -> None:
+            raise BrokerError(str(reason)) from reason
+
+        self.broker._start_listeners = refuse  # noqa: SLF001 - listed above
+        log.critical("the broker does not start: %s", reason)
+        if _run_by_script():
+            # amqtt's script never looks at what start() raised, and would idle for ever
+            self.broker._loop.call_soon(partial(sys.exit, 1))  # noqa: SLF001
+
+    def listen_widely(self) -> None:
+        """Raise the backlog of the listening sockets (on_broker_post_start)."""
+        for server in self.broker._servers.values():  # noqa: SLF001 - listed above
+            for shared in getattr(server.instance, "sockets", None) or ():
+                with socket.socket(fileno=os.dup(shared.fileno())) as listening:
+                    listening.listen(LISTEN_BACKLOG)
+
+    def stop_on_sigterm(self) -> None:
+        """`amqtt -c` knows SIGINT only. There, and nowhere else, SIGTERM does the same."""
+        if not _run_by_script() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+            return
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            self.broker._loop.add_signal_handler(signal.SIGTERM, interrupt)  # noqa: SLF001
+
+    # --------------------------------------------------------------------- connections
+
+    def _server(self, listener_name: str) -> Server:
+        server = self.broker._servers.get(listener_name)  # noqa: SLF001 - listed above
+        if server is None:
+            msg = f"Invalid listener name '{listener_name}'"
+            raise BrokerError(msg)
+        return server
+
+    def _admit(
+        self, server: Server, transport: Transport, peer: tuple[str, int], ssl_object: object
+    ) -> Connection:
+        assert self.hub is not None
+        guard = PluginGuard(self, server, peer, ssl_object)
+        connection = Connection(self.hub, transport, guard, peername=f"{peer[0]}:{peer[1]}")
+        guard.attach(connection)
+        return connection
+
+    def _stream_connected(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listener_name: str
+    ) -> None:
+        """A TCP or TLS client. Called by asyncio inside connection_made, before any byte is read:
+        from here on the transport talks to our protocol."""
+        del reader
+        transport = writer.transport
+        peername = transport.get_extra_info("peername")
+        try:
+            server = self._server(listener_name)
+        except BrokerError:
+            # amqtt fills its table after the listener is bound; the client may try again
+            transport.abort()
+            return
+        if not peername:
+            transport.abort()
+            return
+        connection = self._admit(
+            server,
+            transport,
+            (str(peername[0]), int(peername[1]) if len(peername) > 1 else 0),
+            transport.get_extra_info("ssl_object"),
+        )
+        connection.keeps = writer  # collected, it would close the transport
+        transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
+        transport.set_protocol(connection)
+        semaphore = server.semaphore
+        if semaphore is not None and semaphore.locked():
+            transport.pause_reading()  # as amqtt does: it waits for its turn
+            self.spawn(self._wait_for_turn(server, transport, connection))
+        else:
+            self.spawn(server.acquire_connection())
+
+    async def _wait_for_turn(
+        self, server: Server, transport: asyncio.WriteTransport, connection: Connection
+    ) -> None:
+        await server.acquire_connection()
+        if not connection.closed:
+            connection.heard = True
+            transport.resume_reading()  # type: ignore[attr-defined]
+
+    async def _ws_connected(self, websocket: ServerConnection, listener_name: str) -> None:
+        server = self._server(listener_name)
+        await server.acquire_connection()
+        address = websocket.remote_address or ("", 0)
+        ssl_object = websocket.transport.get_extra_info("ssl_object")
+        await websocket_transport(
+            websocket,
+            lambda t: self._admit(server, t, (str(address[0]), int(address[1])), ssl_object),
+        )
+
+    async def _external_connected(
+        self, reader: ReaderAdapter, writer: WriterAdapter, listener_name: str
+    ) -> None:
+        server = self._server(listener_name)
+        await server.acquire_connection()
+        peer = writer.get_peer_info() or ("", 0)
+        await external_transport(
+            reader, writer, lambda t: self._admit(server, t, peer, writer.get_ssl_info())
+        )
+
+    # ------------------------------------------------------------------- what contexts call
+
+    async def _broadcast(self, topic: str, data: bytes, qos: int | None = None) -> None:
+        """``context.broadcast_message``. qos None: as each subscriber was granted; $SYS: QoS 0."""
+        assert self.hub is not None
+        if self.hub.refusing:
+            return
+        if qos is None:
+            qos = 0 if topic.startswith("$") else 2
+        if self.hub.router.publish(topic.encode(), bytes(data), qos):
+            await self._committed()
+
+    async def _retain(
+        self,
+        source_session: AmqttSession | None,
+        topic_name: str | None,
+        data: bytes | bytearray | None,
+        qos: int | None = None,
+    ) -> None:
+        """``context.retain_message``."""
+        del source_session
+        assert self.hub is not None
+        if topic_name is None or self.hub.refusing:
+            return
+        if self.hub.retained.keep(topic_name.encode(), bytes(data or b""), qos or 0):
+            await self._committed()
+
+    async def _committed(self) -> None:
+        assert self.hub is not None
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.hub.committer.after(lambda: done.done() or done.set_result(None))
+        await done
+
+    def _create_offline_session(self, client_id: str) -> tuple[_HandlerView, SessionView]:
+        view = SessionView()
+        view.client_id = client_id
+        view.transitions.disconnect()
+        return _HandlerView(None), view
+
+    async def _add_subscription(self, subscription: tuple[str, int], session: AmqttSession) -> int:
+        """``context.add_subscription``: for a connected client in its session; for any other one
+        in a durable session, which is made if there is none and belongs to the user who connects
+        first."""
+        from broker_ext.wire import valid_filter  # noqa: PLC0415 - only here
+
+        assert self.hub is not None
+        topic_filter, qos = subscription[0].encode(), subscription[1]
+        if not valid_filter(topic_filter) or not await self.permits(
+            session, topic_filter, Action.SUBSCRIBE
+        ):
+            return 0x80
+        client_id = str(session.client_id).encode()
+        owner = self.hub.registry.owners.get(client_id)
+        if owner is not None:
+            codes = await owner.subscribe([Grant(topic_filter, qos)])
+        else:
+            codes = [await self._subscribe_offline(client_id, topic_filter, qos)]
+        if codes[0] < 0x80:
+            self.show_subscription(subscription[0], session, codes[0])
+        return codes[0]
+
+    async def _subscribe_offline(self, client_id: bytes, topic_filter: bytes, qos: int) -> int:
+        hub = self.hub
+        assert hub is not None
+        async with hub.registry.turn(client_id):
+            stored = await hub.store.snapshot(client_id)
+            user = stored.consumer.user if stored is not None else UNCLAIMED
+            incarnation = os.urandom(16)
+            now_ms = hub.clock.now_ms()
+            expiry_s = hub.settings.session_expiry_interval_s
+            acquired = await hub.committer.apply(
+                Acquire(client_id, incarnation, user, now_ms, expiry_s=expiry_s)
+            )
+            assert isinstance(acquired, Acquired)
+            assert acquired.snapshot is not None
+            consumer_id = acquired.snapshot.consumer.id
+            had = {s.filter: s.qos for s in acquired.snapshot.subscriptions}
+            wanted = Subscription(topic_filter, qos, hub.committer.last)
+            if bool(had.get(topic_filter)) != bool(qos):
+                hub.router.count(topic_filter, 1 if qos else -1)
+            await hub.committer.apply(Subscribe(consumer_id, incarnation, (wanted,)), retry=True)
+            await hub.committer.apply(Detach(consumer_id, incarnation, now_ms), retry=True)
+        return qos
+
+    # -------------------------------------------------------------------------- plugins
+
+    async def permits(self, view: AmqttSession, topic: bytes, action: Action) -> bool:
+        """Ask the topic plugins."""
+        return bool(
+            await self.broker._topic_filtering(view, topic.decode(), action)  # noqa: SLF001
+        )
+
+    async def _permits_will(self, will: Will, session: Session | None) -> bool:
+        del session
+        view = SessionView()
+        view.client_id = will.client_id.decode()
+        view.username = will.user.decode() or None
+        view.is_anonymous = not will.user
+        return await self.permits(view, will.message.topic, Action.PUBLISH)
+
+    def listens(self, event: BrokerEvents | MQTTEvents) -> bool:
+        """Whether some plugin has a handler for an event."""
+        callbacks = self.broker.plugins_manager._event_plugin_callbacks  # noqa: SLF001
+        return bool(callbacks.get(event))
+
+    def fire(self, event: BrokerEvents, **arguments: Any) -> None:
+        """Fire an event, if some plugin listens."""
+        if self.listens(event):
+            self.spawn(self.fire_event(event, **arguments))
+
+    async def fire_event(self, event: BrokerEvents | MQTTEvents, **arguments: Any) -> None:
+        """Fire an event; amqtt does not wait for it."""
+        await self.broker.plugins_manager.fire_event(event, **arguments)
+
+    def tell_reset(self, client_id: bytes, reason: str, position: int, floor: int) -> None:
+        """Call ``on_durable_session_reset`` of every plugin that has it."""
+        for plugin in self.broker.plugins_manager.plugins:
+            handler: Callable[..., Awaitable[None]] | None = getattr(
+                type(plugin), "on_durable_session_reset", None
+            )
+            if handler is not None:
+                self.spawn(
+                    _ignoring_errors(
+                        handler(
+                            plugin,
+                            client_id=client_id.decode(),
+                            reason=reason,
+                            position=position,
+                            floor=floor,
+                        )
+                    )
+                )
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
+        """Run something that nobody waits for."""
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------------ what contexts show
+
+    def show_subscription(self, topic_filter: str, view: AmqttSession, qos: int) -> None:
+        """Keep ``context.subscriptions`` true for connected clients."""
+        shown = self.broker._subscriptions.setdefault(topic_filter, [])  # noqa: SLF001
+        for i, (session, _) in enumerate(shown):
+            if session.client_id == view.client_id:
+                shown[i] = (view, qos)
+                return
+        shown.append((view, qos))
+
+    def hide_subscription(self, topic_filter: str, view: AmqttSession) -> None:
+        """Undo ``show_subscription``."""
+        subscriptions = self.broker._subscriptions  # noqa: SLF001
+        shown = subscriptions.get(topic_filter)
+        if shown is None:
+            return
+        shown[:] = [s for s in shown if s[0].client_id != view.client_id]
+        if not shown:
+            del subscriptions[topic_filter]
+
+    def retained_changed(self, message: Entry, *, loaded: bool) -> None:
+        """Keep ``context.retained_messages`` true (retained.RetainedMirror)."""
+        topic = message.topic.decode()
+        shown = RetainedApplicationMessage(None, topic, message.payload, message.qos)
+        if message.payload:
+            self.broker._retained_messages[topic] = shown  # noqa: SLF001 - listed above
+        else:
+            self.broker._retained_messages.pop(topic, None)  # noqa: SLF001 - listed above
+        if not loaded:
+            self.fire(BrokerEvents.RETAINED_MESSAGE, client_id=None, retained_message=shown)
+
+
+async def _ignoring_errors(awaitable: Awaitable[None]) -> None:
+    try:
+        await awaitable
+    except Exception:
+        # somebody else's plugin: it must not be able to stop ours
+        log.exception("on_durable_session_reset failed")
+
+
+def _run_by_script() -> bool:
+    """Whether this process is ``amqtt -c ...`` and nobody else's program."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    if spec is not None and spec.name == "amqtt.scripts.broker_script":
+        return True
+    return os.path.basename(getattr(main, "__file__", None) or "") == "amqtt"  # noqa: PTH119

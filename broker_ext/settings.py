@@ -1,0 +1,37 @@
+"""Settings of the broker's durable half, checked. One value for everything that has a limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = ["Settings"]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``DurableSessionPlugin.Config`` and amqtt's own configuration come to.
+
+    Times: seconds (``_s``). Sizes: bytes. session_expiry_interval_s: None = for ever.
+    """
+
+    max_inflight: int = 100
+    max_packet_bytes: int = 16 << 20
+    max_client_id_bytes: int = 1024
+    max_queued_messages: int = 1000
+    max_queued_bytes: int = 16 << 20
+    max_retained_messages: int = 100_000
+    max_retained_bytes: int = 64 << 20
+    max_qos: int = 2
+    commit_bytes_max: int = 16 << 20
+    connect_timeout_s: float = 10.0
+    takeover_timeout_s: float = 10.0
+    checkpoint_interval_s: float = 5.0
+    prune_interval_s: float = 1.0
+    retain_for_s: float = 0.0
+    session_expiry_interval_s: int | None = None
+    timeout_disconnect_delay_s: float = 0.0
+    publish_wills_after_crash: bool = True
+    will_recovery_delay_s: float = 10.0
+    on_generation_change: Literal["resume", "reset"] = "resume"
+    versions: frozenset[int] = field(default_factory=lambda: frozenset({3, 4}))

@@ -1,0 +1,164 @@
+"""Transports for what is not an asyncio socket: WebSockets, and connections that somebody else
+accepted. They look like an asyncio transport to ``Connection`` and feed it what arrives."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Final
+
+from websockets.exceptions import ConnectionClosed
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from amqtt.adapters import ReaderAdapter, WriterAdapter
+    from websockets.asyncio.server import ServerConnection
+
+    from broker_ext.connection import Connection, Transport
+
+__all__ = ["external_transport", "websocket_transport"]
+
+HIGH_BYTES: Final = 256 << 10
+READ_BYTES: Final = 65_536
+
+
+class _QueuedTransport:
+    """Writes are queued and sent by a task, since the other side's ``send`` must be awaited."""
+
+    def __init__(
+        self, send: Callable[[bytes], Awaitable[None]], close: Callable[[], Awaitable[None]]
+    ) -> None:
+        self._send = send
+        self._close = close
+        self._queue: list[bytes] = []
+        self._queued_bytes = 0
+        self._wake = asyncio.Event()
+        self._closing = False
+        self._aborted = False
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+        self.connection: Connection | None = None
+
+    def write(self, data: bytes) -> None:
+        if self._closing:
+            return
+        self._queue.append(data)
+        self._queued_bytes += len(data)
+        if self._queued_bytes > HIGH_BYTES and self.connection is not None:
+            self.connection.pause_writing()
+        self._wake.set()
+
+    def close(self) -> None:
+        self._closing = True
+        self._wake.set()
+
+    def abort(self) -> None:
+        self._closing = self._aborted = True
+        self._wake.set()
+
+    def pause_reading(self) -> None:
+        self.may_read.clear()
+
+    def resume_reading(self) -> None:
+        self.may_read.set()
+
+    async def work(self) -> None:
+        """Send what is queued until closed, then close the other side."""
+        try:
+            while not self._aborted:
+                if not self._queue:
+                    if self._closing:
+                        break
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                data = b"".join(self._queue)
+                self._queue.clear()
+                await self._send(data)
+                self._queued_bytes -= len(data)
+                if (
+                    self.connection is not None
+                    and self.connection.congested
+                    and self._queued_bytes <= HIGH_BYTES // 4
+                ):
+                    self.connection.resume_writing()
+        except (ConnectionClosed, OSError):
+            pass  # the reader meets the end too, and tells the connection
+        finally:
+            self.may_read.set()
+            with contextlib.suppress(Exception):  # it is gone, whatever it says
+                await self._close()
+
+
+async def _serve(
+    transport: _QueuedTransport,
+    make: Callable[[Transport], Connection],
+    read: Callable[[], Awaitable[bytes]],
+) -> None:
+    """Feed a connection until the other side ends."""
+    connection = transport.connection = make(transport)
+    writer = asyncio.ensure_future(transport.work())
+    reader = asyncio.ensure_future(_feed(transport, connection, read))
+    try:
+        await asyncio.wait([writer, reader], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        transport.close()
+        connection.connection_lost(None)
+        reader.cancel()
+        await asyncio.gather(writer, reader, return_exceptions=True)
+
+
+async def _feed(
+    transport: _QueuedTransport, connection: Connection, read: Callable[[], Awaitable[bytes]]
+) -> None:
+    with contextlib.suppress(ConnectionClosed, OSError, EOFError):
+        while True:
+            await transport.may_read.wait()
+            data = await read()
+            if not data:
+                return
+            connection.data_received(data)
+
+
+async def websocket_transport(
+    websocket: ServerConnection, make: Callable[[Transport], Connection]
+) -> None:
+    """Serve one WebSocket client. MQTT packets may be cut anywhere [MQTT-6.0.0-2]."""
+
+    async def read() -> bytes:
+        while True:
+            message = await websocket.recv()
+            if message:
+                return message.encode() if isinstance(message, str) else message
+
+    await _serve(_QueuedTransport(websocket.send, websocket.close), make, read)
+
+
+async def external_transport(
+    reader: ReaderAdapter, writer: WriterAdapter, make: Callable[[Transport], Connection]
+) -> None:
+    """Serve a client that another server accepted. amqtt's readers return exactly what is asked
+    for, so a packet is read by its parts."""
+
+    async def send(data: bytes) -> None:
+        writer.write(data)
+        await writer.drain()
+
+    async def read() -> bytes:
+        head = await reader.read(1)
+        if not head:
+            return b""
+        length = shift = 0
+        while shift <= 21:
+            byte = await reader.read(1)
+            if not byte:
+                return b""
+            head += byte
+            length |= (byte[0] & 0x7F) << shift
+            if not byte[0] & 0x80:
+                return head + (await reader.read(length) if length else b"")
+            shift += 7
+        return head  # five length bytes: the decoder says what is wrong
+
+    await _serve(_QueuedTransport(send, writer.close), make, read)
