@@ -78,7 +78,7 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class _Ends:
-    """The numbers of the database. coarse: highest mark of the topics that were forgotten."""
+    """The numbers of the database. coarse: highest mark that was forgotten."""
 
     head: int = 0
     floor: int = 0
@@ -393,12 +393,9 @@ class MemoryStore:
         return Pruned(floor, blocks, payload_bytes, more)
 
     def _fold_marks(self, marks_max: int) -> None:
-        """Forget topics that have nothing left, the longest pruned first."""
-        with_entries = {stored.entry.topic for stored in self._tables.history.values()}
-        bare = sorted(
-            (mark, topic) for topic, mark in self._tables.marks.items() if topic not in with_entries
-        )
-        for mark, topic in bare[: max(0, len(bare) - marks_max)]:
+        """Forget the lowest marks: one at or below the coarse floor says nothing more."""
+        marks = sorted((mark, topic) for topic, mark in self._tables.marks.items())
+        for mark, topic in marks[: max(0, len(marks) - marks_max)]:
             self._put(self._tables.marks, topic, None)
             ends = self._tables.ends
             self._tables.ends = replace(ends, coarse=max(ends.coarse, mark))
@@ -452,7 +449,7 @@ class MemoryStore:
     def _marks(self) -> Iterator[tuple[bytes, int]]:
         """Every topic's pruned_through.
 
-        b"" stands for the topics that were forgotten: any filter may have matched one of them.
+        b"" stands for the marks that were forgotten: any filter may have matched one of them.
         """
         yield from self._tables.marks.items()
         if self._tables.ends.coarse:

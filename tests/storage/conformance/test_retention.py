@@ -484,19 +484,44 @@ async def test_a_position_at_or_above_the_coarse_floor_is_judged_precisely(db: D
     assert found[5] is None
 
 
-async def test_topics_that_have_entries_left_do_not_fold(db: Database) -> None:
+async def test_the_lowest_marks_fold_first(db: Database) -> None:
+    await db.subscriber(b"dev", b"t/3", b"t/1")
+    await db.append_each(*(message(b"t/%d" % n) for n in (1, 2, 3, 1)))
+    await db.prune(through=4, marks_max=2)
+    assert await loss(db, b"dev") == Loss(b"t/1", 4)
+    for after, expected in ((2, Loss(b"t/3", 3)), (3, None)):
+        assert (await db.read(after, matching(b"t/3"), filters=[b"t/3"])).loss == expected
+    assert (await db.read(2, matching(b"t/2"), filters=[b"t/2"])).loss is None
+
+
+async def test_a_topic_whose_mark_was_folded_keeps_its_entries(db: Database) -> None:
     await db.subscriber(b"dev", b"quiet")
     await db.append_each(*(message(b"t/%d" % n) for n in range(1, 4)))
-    await db.append(*(message(b"t/%d" % n) for n in range(1, 4)))
+    left = await db.append(*(message(b"t/%d" % n) for n in range(1, 4)))
     await db.prune(through=3, marks_max=0)
-    assert await loss(db, b"dev") is None
-    assert (await db.read(0, matching(b"t/2"), filters=[b"t/2"])).loss == Loss(b"t/2", 2)
+    found = await loss(db, b"dev")
+    assert found is not None
+    assert found.pruned_through == 3
+    for filters in ([b"t/2"], [b"t/+"], []):
+        chunk = await db.read(3, matching(b"t/2"), filters=filters)
+        assert [entry for entry, _ in chunk.entries] == [left[1]]
+        assert chunk.loss is None
     await db.prune(through=6, marks_max=0)
     found = await loss(db, b"dev")
     assert found is not None
     assert found.pruned_through == 6
     await db.reopen()
     assert await loss(db, b"dev") == found
+
+
+async def test_marks_are_kept_through_a_restart(db: Database) -> None:
+    await db.append_each(*(message(b"t/%d" % n) for n in range(1, 4)))
+    await db.prune(through=2)
+    await db.reopen()
+    await db.prune(through=3)
+    await db.reopen()
+    for topic, mark in ((b"t/1", 1), (b"t/2", 2), (b"t/3", 3)):
+        assert (await db.read(0, matching(topic), filters=[topic])).loss == Loss(topic, mark)
 
 
 async def test_a_chunk_tells_of_the_coarse_floor_too(db: Database) -> None:
