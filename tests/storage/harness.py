@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from storage.api import (
     Accept,
@@ -28,6 +29,7 @@ from storage.api import (
     Will,
 )
 from storage.memory import MemoryStore
+from tests.storage.faults import restore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -42,19 +44,46 @@ C: Final = b"C" * 16
 
 NOW_MS: Final = 1_700_000_000_000
 
-T = TypeVar("T")
-
 
 # -------------------------------------------------------------------------------- backends
 
 
-def memory(_: Path) -> Callable[[], Store]:
-    """One object is the disk."""
-    store = MemoryStore()
-    return lambda: store
+class Backend(Protocol):
+    """How a database of one kind is started, and what can be done to its files while it is off."""
+
+    def start(self) -> Store:
+        """A store over the disk as it is, not yet open."""
+        ...
+
+    def back_up(self) -> None:
+        """Copy the disk."""
+        ...
+
+    def restore(self) -> None:
+        """Put the copy in the place of what is there."""
+        ...
 
 
-BACKENDS: Final = {"memory": memory}
+class Memory:
+    """The store itself is the disk."""
+
+    def __init__(self, _: Path) -> None:
+        self._store = MemoryStore()
+
+    def start(self) -> Store:
+        return self._store
+
+    def back_up(self) -> None:
+        self._backup = deepcopy(self._store._tables)
+
+    def restore(self) -> None:
+        self._store._tables = self._backup
+        restore(self._store)
+
+
+BACKENDS: Final[dict[str, Callable[[Path], Backend]]] = {
+    "memory": Memory,
+}
 
 
 # --------------------------------------------------------------------------------- dumping
@@ -80,9 +109,9 @@ def in_order(snapshot: Snapshot) -> Snapshot:
 class Database:
     """A store, opened, with the calls that tests make again and again."""
 
-    def __init__(self, start: Callable[[], Store]) -> None:
-        self._start = start
-        self.store = start()
+    def __init__(self, backend: Backend) -> None:
+        self.backend = backend
+        self.store = backend.start()
         self.opened: Opened
 
     async def open(self, now_ms: int = NOW_MS) -> Opened:
@@ -92,7 +121,7 @@ class Database:
     async def reopen(self, now_ms: int = NOW_MS) -> Opened:
         """Close, and open what is on the disk."""
         await self.store.close()
-        self.store = self._start()
+        self.store = self.backend.start()
         return await self.open(now_ms)
 
     async def stop(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -11,7 +12,7 @@ from storage.api import Batch, Store
 from storage.errors import StoreFull, StoreUnavailable
 from storage.memory import MemoryStore
 from tests.storage.faults import FaultyStore, crash, lose_tail, restore
-from tests.storage.harness import NOW_MS, A, Database, message
+from tests.storage.harness import NOW_MS, A, Database, Memory, message
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -127,9 +128,14 @@ async def test_healing_forgets_what_has_not_happened_yet(store: FaultyStore) -> 
 # ------------------------------------------------------------------ damage to a MemoryStore
 
 
+def in_memory() -> tuple[Database, MemoryStore]:
+    database = Database(Memory(Path()))
+    assert isinstance(database.store, MemoryStore)
+    return database, database.store
+
+
 async def test_a_crash_loses_what_was_not_committed() -> None:
-    disk = MemoryStore()
-    database = Database(lambda: disk)
+    database, disk = in_memory()
     await database.open()
     await database.append(message())
     lost = submit(disk, 2)
@@ -141,23 +147,21 @@ async def test_a_crash_loses_what_was_not_committed() -> None:
 
 
 async def test_a_restored_database_has_another_generation() -> None:
-    disk = MemoryStore(generation="0" * 32)
-    database = Database(lambda: disk)
-    assert (await database.open()).log.generation == "0" * 32
+    database, disk = in_memory()
+    generation = (await database.open()).log.generation
     await database.subscriber(b"dev", b"t")
     await disk.close()
     restore(disk)
     opened = await database.open()
     assert opened.minted
-    assert opened.log.generation != "0" * 32
-    assert (await database.snapshot()).consumer.generation == "0" * 32
+    assert opened.log.generation != generation
+    assert (await database.snapshot()).consumer.generation == generation
     assert (await database.reopen()).minted == ""
     await database.stop()
 
 
 async def test_a_database_that_lost_its_tail_has_positions_ahead_of_its_head() -> None:
-    disk = MemoryStore()
-    database = Database(lambda: disk)
+    database, disk = in_memory()
     await database.open()
     consumer = await database.subscriber(b"dev", b"t")
     await database.append(*(message() for _ in range(5)))

@@ -61,6 +61,7 @@ from tests.storage.harness import (
     BACKENDS,
     NOW_MS,
     Database,
+    Memory,
     counts,
     in_order,
     matching,
@@ -73,7 +74,7 @@ if TYPE_CHECKING:
 
     from storage.api import LogState, Op, Outcome
 
-OTHERS: Final = {name: start for name, start in BACKENDS.items() if name != "memory"}
+OTHERS: Final = {name: make for name, make in BACKENDS.items() if name != "memory"}
 
 LONG: Final = b"n" * 600
 CLIENTS: Final = (b"one", b"two", b"One", LONG, LONG + b"x")
@@ -110,9 +111,8 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.path = Path(tempfile.mkdtemp())
-        disk = MemoryStore()
-        self.model = Database(lambda: disk)
-        self.others = {name: Database(start(self.path / name)) for name, start in OTHERS.items()}
+        self.model = Database(Memory(self.path))
+        self.others = {name: Database(make(self.path)) for name, make in OTHERS.items()}
         self.now_ms = NOW_MS
         self.appended = 0
         self.batch = Batch()

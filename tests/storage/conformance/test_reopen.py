@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
-from storage.api import Detach, LogState, Retain, StoreWill, Will
+from storage.api import Bind, Detach, LogState, Retain, StoreWill, Will
+from storage.errors import StoreUnavailable, StoreUnusable
 from tests.storage.conformance.test_fences import someone
 from tests.storage.harness import NOW_MS, A, Database, message
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
 
 
 async def test_a_new_database_opens_empty(db: Database) -> None:
@@ -81,3 +87,79 @@ async def test_the_head_is_remembered_when_nothing_is_left(db: Database) -> None
     assert (opened.log.head, opened.log.floor) == (3, 3)
     (fourth,) = await db.append(message())
     assert fourth.offset == 4
+
+
+# ------------------------------------------------------------------------- a swapped database
+
+
+@pytest.mark.case("HK-16")
+async def test_a_backup_that_was_put_back_is_another_generation(db: Database) -> None:
+    consumer = await db.subscriber(b"dev", b"t")
+    await db.append(message(), message())
+    await db.move(consumer, 2)
+    await db.store.close()
+    db.backend.back_up()
+    first = (await db.reopen()).log
+    await db.append(message(), message())
+    consumer = (await db.acquire()).consumer
+    await db.move(consumer, 4)
+    await db.store.close()
+    db.backend.restore()
+    opened = await db.reopen()
+    assert opened.minted
+    assert opened.log.db_id == first.db_id
+    assert opened.log.generation != first.generation
+    assert opened.log.head == 2
+    stored = (await db.snapshot()).consumer
+    assert (stored.generation, stored.cursor) == (first.generation, 2)
+    await db.reopen()
+    log = await db.store.log()
+    assert log.generation == opened.log.generation, "once is enough"
+    assert db.opened.minted == ""
+    assert (await db.snapshot()).consumer.generation == first.generation
+
+
+async def test_acquire_and_detach_leave_a_consumer_at_the_generation_it_has(db: Database) -> None:
+    consumer = await db.subscriber(b"dev", b"t")
+    await db.store.close()
+    db.backend.back_up()
+    db.backend.restore()
+    opened = await db.reopen()
+    assert consumer.generation != opened.log.generation
+    assert (await db.acquire()).consumer.generation == consumer.generation
+    await db.do(Detach(consumer.id, A, NOW_MS))
+    assert (await db.snapshot()).consumer.generation == consumer.generation
+    await db.do(Bind(consumer.id, A, 0))
+    assert (await db.snapshot()).consumer.generation == opened.log.generation
+    assert (await db.acquire(b"new")).consumer.generation == opened.log.generation
+
+
+# ------------------------------------------------------------------------------ open and shut
+
+
+async def test_a_store_that_is_open_is_not_opened_again(db: Database) -> None:
+    for store in (db.store, db.backend.start()):
+        with pytest.raises(StoreUnusable):
+            await store.open(now_ms=NOW_MS)
+    await db.append(message())
+    assert (await db.store.log()).boot == 1
+
+
+async def test_a_store_that_is_closed_says_so(db: Database) -> None:
+    await db.store.close()
+    with pytest.raises(StoreUnavailable):
+        await db.write(entries=[message()._replace(offset=1)])
+    reads: list[Callable[[], Awaitable[object]]] = [
+        db.read,
+        db.history,
+        db.store.log,
+        db.store.consumers,
+        db.store.retained,
+        lambda: db.store.snapshot(b"dev"),
+        lambda: db.store.fetch([1]),
+    ]
+    for read in reads:
+        with pytest.raises(StoreUnavailable):
+            await read()
+    await db.reopen()
+    assert (await db.store.log()).head == 0
