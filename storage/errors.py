@@ -5,6 +5,7 @@ StoreError
 |   +-- Fenced              409 the incarnation is no longer on the record
 |   +-- ClaimNotHeld        409 the claim was settled, reaped or never made
 |   +-- NotOwner            403 the record belongs to another user
+|   +-- RecordDamaged       410 what is stored for a consumer fails its checksum
 +-- ResumeRefused           a position that cannot be resumed
 |   +-- DatabaseGenerationChanged   409
 |   +-- ResumeHistoryUnavailable    410
@@ -33,6 +34,7 @@ __all__ = [
     "EntryGone",
     "Fenced",
     "NotOwner",
+    "RecordDamaged",
     "ResumeHistoryUnavailable",
     "ResumeRefused",
     "StoreCorrupt",
@@ -88,6 +90,18 @@ class NotOwner(StoreRefusal):
 
     def __str__(self) -> str:
         return f"consumer {self.consumer_id} belongs to another user"
+
+
+@dataclass(eq=True)
+class RecordDamaged(StoreRefusal):
+    """What is stored for a consumer fails its checksum: its owner cannot be told (P14), so it is
+    neither resumed nor replaced. consumer_id: 0 when it cannot be told."""
+
+    consumer_id: int
+    code = 410
+
+    def __str__(self) -> str:
+        return f"the record of consumer {self.consumer_id} is damaged"
 
 
 class ResumeRefused(StoreError):

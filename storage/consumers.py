@@ -1,0 +1,431 @@
+"""Operations on consumers: each reads one record, checks its fence, and changes its rows.
+
+Rule 1. A refusal is raised before the first change; so a refused operation changed nothing.
+Rule 2. ``_save`` is the last step: it brings the rows that are found by something else than the
+        consumer (position, expiry, attached) in line with the record, then writes the record.
+Rule 3. A row in Space.POSITION is at or below what its consumer needs. It may lag, which only
+        holds pruning back; so only checkpoints, and what lowers the position, move it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from storage.api import (
+    INCARNATION_BYTES,
+    Acquire,
+    Acquired,
+    Advance,
+    Bind,
+    Claim,
+    Detach,
+    Discard,
+    Expire,
+    Snapshot,
+    Subscribe,
+    Subscription,
+    Unsubscribe,
+)
+from storage.blocks import Damage, decode_message, encode_message
+from storage.errors import ClaimNotHeld, Fenced, NotOwner, RecordDamaged
+from storage.kv import U64, U64_U16, U64_U64, ReadTxn, Space, WriteTxn, get_u64
+from storage.meta import read_ends
+from storage.names import filter_hash, key_of, levels_match
+from storage.records import (
+    NONE,
+    Record,
+    decode_claim,
+    decode_subscription,
+    encode_claim,
+    encode_subscription,
+    lowest_unsettled,
+)
+from storage.retention import Marks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from storage.history import History
+    from storage.meta import Ends
+
+__all__ = [
+    "acquire",
+    "advance",
+    "bind",
+    "detach",
+    "detach_all",
+    "discard",
+    "expire",
+    "find",
+    "page",
+    "read_snapshot",
+    "snapshot",
+    "subscribe",
+    "unsubscribe",
+]
+
+# ----------------------------------------------------------------------------------- reading
+
+
+def rows_of(txn: ReadTxn, space: Space, consumer_id: int) -> Iterator[tuple[bytes, bytes]]:
+    """What a consumer has in a space: (rest of the key, value)."""
+    for key, value in txn.scan(space, U64.pack(consumer_id), U64.pack(consumer_id + 1)):
+        yield key[8:], value
+
+
+def load(txn: ReadTxn, consumer_id: int) -> Record | None:
+    """Raises RecordDamaged."""
+    raw = txn.get(Space.CONSUMER, U64.pack(consumer_id))
+    return None if raw is None else Record.unpack(consumer_id, raw)
+
+
+def find(txn: ReadTxn, client_id: bytes) -> Record | None:
+    """The record of a client id, or None. Raises RecordDamaged."""
+    number = get_u64(txn, Space.CLIENT, key_of(client_id))
+    if number is None:
+        return None
+    record = load(txn, number)
+    if record is None or record.client_id != client_id:
+        raise RecordDamaged(number)
+    return record
+
+
+def page(txn: ReadTxn, after: bytes | None, limit: int) -> list[Record]:
+    """Records in the order of their keys; those that are damaged are left to ``check``."""
+    start = b"" if after is None else key_of(after) + b"\x00"
+    found: list[Record] = []
+    for _, packed_id in txn.scan(Space.CLIENT, start):
+        if len(found) == limit:
+            break
+        try:
+            record = load(txn, int.from_bytes(packed_id, "big"))
+        except RecordDamaged:
+            continue
+        if record is not None:
+            found.append(record)
+    return found
+
+
+def claims_of(txn: ReadTxn, consumer_id: int) -> list[Claim]:
+    """In the order they were made."""
+    return [
+        decode_claim(consumer_id, int.from_bytes(number, "big"), raw)
+        for number, raw in rows_of(txn, Space.CLAIM, consumer_id)
+    ]
+
+
+def subscriptions_of(txn: ReadTxn, consumer_id: int) -> list[Subscription]:
+    """In the order of their filters."""
+    rows = rows_of(txn, Space.SUBSCRIPTION, consumer_id)
+    return sorted(decode_subscription(consumer_id, raw) for _, raw in rows)
+
+
+def read_snapshot(txn: ReadTxn, ends: Ends, record: Record) -> Snapshot:
+    """A consumer with all that is stored for it."""
+    subscriptions = subscriptions_of(txn, record.id)
+    claims = claims_of(txn, record.id)
+    position = min(record.cursor, lowest_unsettled(claims) - 1)
+    try:
+        held = {
+            int.from_bytes(number, "big"): decode_message(raw)
+            for number, raw in rows_of(txn, Space.HELD, record.id)
+        }
+    except Damage:
+        raise RecordDamaged(record.id) from None
+    durable = [sub for sub in subscriptions if sub.qos > 0]
+    loss = None
+    if durable and position < ends.floor:
+        filters = [sub.filter for sub in durable]
+        loss = Marks(txn, ends).loss(position, filters, partial(_is_missed, durable))
+    return Snapshot(
+        record.consumer,
+        tuple(subscriptions),
+        tuple(claims),
+        held,
+        frozenset(
+            int.from_bytes(packet_id, "big")
+            for packet_id, _ in rows_of(txn, Space.INBOUND, record.id)
+        ),
+        loss,
+    )
+
+
+def _is_missed(durable: list[Subscription], topic: bytes, pruned: int) -> bool:
+    return any(
+        pruned > sub.from_offset and (not topic or levels_match(sub.filter, topic))
+        for sub in durable
+    )
+
+
+def snapshot(txn: ReadTxn, client_id: bytes) -> Snapshot | None:
+    """Read a consumer without owning it."""
+    record = find(txn, client_id)
+    return None if record is None else read_snapshot(txn, read_ends(txn), record)
+
+
+# ----------------------------------------------------------------------------------- writing
+
+
+def _owned(txn: ReadTxn, consumer_id: int, incarnation: bytes) -> Record:
+    """The record, if ``incarnation`` is on it. Raises Fenced, RecordDamaged."""
+    raw = txn.get(Space.CONSUMER, U64.pack(consumer_id))
+    if raw is None:
+        raise Fenced(consumer_id)
+    record = Record.unpack(consumer_id, raw)
+    if record.incarnation != incarnation:
+        raise Fenced(consumer_id)
+    return record
+
+
+def _save(txn: WriteTxn, record: Record) -> None:
+    txn.put(Space.CONSUMER, U64.pack(record.id), record.pack())
+
+
+def _needed_after(txn: ReadTxn, record: Record) -> int:
+    """What is above this offset is needed; NONE = nothing is."""
+    unsettled = lowest_unsettled(claims_of(txn, record.id))
+    before = NONE if unsettled == NONE else unsettled - 1
+    if record.durable:
+        return min(before, max(record.cursor, record.needed_from))
+    return before
+
+
+def _checkpoint(txn: WriteTxn, record: Record) -> None:
+    """Bring the retention index up to the record. The record is saved afterwards."""
+    position = _needed_after(txn, record)
+    if position == record.indexed:
+        return
+    if record.indexed != NONE:
+        txn.delete(Space.POSITION, U64_U64.pack(record.indexed, record.id))
+    if position != NONE:
+        txn.put(Space.POSITION, U64_U64.pack(position, record.id), b"")
+    record.indexed = position
+
+
+def _set_presence(txn: WriteTxn, record: Record, *, detached_ms: int, expiry_s: int | None) -> None:
+    """An owner is there (detached_ms = 0) or left. The record is saved afterwards."""
+    packed_id = U64.pack(record.id)
+    if (before := record.deadline_ms) is not None:
+        txn.delete(Space.EXPIRY, U64_U64.pack(before, record.id))
+    record.detached_ms = detached_ms
+    record.expiry_s = NONE if expiry_s is None else expiry_s
+    if (deadline_ms := record.deadline_ms) is not None:
+        txn.put(Space.EXPIRY, U64_U64.pack(deadline_ms, record.id), b"")
+    if detached_ms == 0:
+        txn.put(Space.ATTACHED, packed_id, b"")
+    else:
+        txn.delete(Space.ATTACHED, packed_id)
+
+
+def acquire(txn: WriteTxn, history: History, op: Acquire) -> Acquired:
+    """See storage.api.Acquire."""
+    assert len(op.incarnation) == INCARNATION_BYTES, "an incarnation has 16 bytes"  # noqa: S101
+    record = find(txn, op.client_id)
+    if record is not None and record.user != op.user:
+        raise NotOwner(record.id)
+    if record is not None and op.clean:
+        _delete(txn, record)
+        record = None
+    existed = record is not None
+    log = history.ends.log(history.identity)
+    if record is None:
+        if not op.create:
+            return Acquired(existed=False, snapshot=None, log=log)
+        record = _new(txn, history, op)
+    record.incarnation = op.incarnation
+    record.version = op.version
+    _set_presence(txn, record, detached_ms=0, expiry_s=op.expiry_s)
+    _checkpoint(txn, record)
+    _save(txn, record)
+    return Acquired(existed, read_snapshot(txn, history.ends, record), log)
+
+
+def _new(txn: WriteTxn, history: History, op: Acquire) -> Record:
+    number = history.ends.next_consumer
+    history.ends.next_consumer += 1
+    txn.put(Space.CLIENT, key_of(op.client_id), U64.pack(number))
+    return Record(
+        id=number,
+        client_id=op.client_id,
+        user=op.user,
+        incarnation=op.incarnation,
+        generation=bytes.fromhex(history.identity.generation),
+        cursor=history.ends.head,
+        created_ms=op.now_ms,
+    )
+
+
+def advance(txn: WriteTxn, _: History, op: Advance) -> None:
+    """See storage.api.Advance. The common case (a claim made, one settled) is three writes."""
+    number = op.consumer_id
+    record = _owned(txn, number, op.incarnation)
+    for claim in op.claims:
+        if claim.number < record.next_claim and not _has_claim(txn, number, claim.number):
+            raise ClaimNotHeld(number, claim.number)
+    for settled in op.settled:
+        if not _has_claim(txn, number, settled):
+            raise ClaimNotHeld(number, settled)
+    for claim in op.claims:
+        txn.put(Space.CLAIM, U64_U64.pack(number, claim.number), encode_claim(number, claim))
+        record.next_claim = max(record.next_claim, claim.number + 1)
+    for settled in op.settled:
+        txn.delete(Space.CLAIM, U64_U64.pack(number, settled))
+    if op.held or op.unheld:
+        _hold(txn, record, op)
+    for packet_id in op.received:
+        txn.put(Space.INBOUND, U64_U16.pack(number, packet_id), b"")
+    for packet_id in op.released:
+        txn.delete(Space.INBOUND, U64_U16.pack(number, packet_id))
+    if op.cursor is not None:
+        record.cursor = op.cursor
+    if op.next_packet_id is not None:
+        record.next_packet_id = op.next_packet_id
+    if op.checkpoint or record.cursor < record.indexed:
+        _checkpoint(txn, record)
+    _save(txn, record)
+
+
+def _has_claim(txn: ReadTxn, consumer_id: int, number: int) -> bool:
+    return txn.get(Space.CLAIM, U64_U64.pack(consumer_id, number)) is not None
+
+
+def _hold(txn: WriteTxn, record: Record, op: Advance) -> None:
+    for number, message in op.held:
+        txn.put(Space.HELD, U64_U64.pack(record.id, number), encode_message(message))
+        record.next_held = max(record.next_held, number + 1)
+    for number in op.unheld:
+        txn.delete(Space.HELD, U64_U64.pack(record.id, number))
+
+
+def subscribe(txn: WriteTxn, _: History, op: Subscribe) -> None:
+    """See storage.api.Subscribe."""
+    record = _owned(txn, op.consumer_id, op.incarnation)
+    for wanted in op.subscriptions:
+        before = _subscription(txn, record.id, wanted.filter)
+        from_offset = wanted.from_offset
+        if before is not None and before.qos > 0:
+            from_offset = min(before.from_offset, from_offset)
+        sub = wanted._replace(from_offset=from_offset)
+        txn.put(
+            Space.SUBSCRIPTION,
+            U64.pack(record.id) + filter_hash(sub.filter),
+            encode_subscription(record.id, sub),
+        )
+        _count(txn, record, before, -1)
+        _count(txn, record, sub, +1)
+    _note_needed(txn, record)
+    _checkpoint(txn, record)
+    _save(txn, record)
+
+
+def unsubscribe(txn: WriteTxn, _: History, op: Unsubscribe) -> tuple[bool, ...]:
+    """See storage.api.Unsubscribe."""
+    record = _owned(txn, op.consumer_id, op.incarnation)
+    was_there: list[bool] = []
+    for unwanted in op.filters:
+        before = _subscription(txn, record.id, unwanted)
+        was_there.append(before is not None)
+        if before is not None:
+            txn.delete(Space.SUBSCRIPTION, U64.pack(record.id) + filter_hash(unwanted))
+            _count(txn, record, before, -1)
+    _note_needed(txn, record)
+    _checkpoint(txn, record)
+    _save(txn, record)
+    return tuple(was_there)
+
+
+def _subscription(txn: ReadTxn, consumer_id: int, topic_filter: bytes) -> Subscription | None:
+    raw = txn.get(Space.SUBSCRIPTION, U64.pack(consumer_id) + filter_hash(topic_filter))
+    return None if raw is None else decode_subscription(consumer_id, raw)
+
+
+def _count(txn: WriteTxn, record: Record, sub: Subscription | None, by: int) -> None:
+    """Count a durable filter up or down, for the consumer and for the database."""
+    if sub is None or sub.qos == 0:
+        return
+    record.durable += by
+    key = key_of(sub.filter)
+    row = txn.get(Space.FILTER, key)
+    count = (0 if row is None else int.from_bytes(row[:8], "big")) + by
+    if count > 0:
+        txn.put(Space.FILTER, key, U64.pack(count) + sub.filter)
+    else:
+        txn.delete(Space.FILTER, key)
+
+
+def _note_needed(txn: ReadTxn, record: Record) -> None:
+    subs = subscriptions_of(txn, record.id) if record.durable else ()
+    record.needed_from = min((sub.from_offset for sub in subs if sub.qos > 0), default=0)
+
+
+def bind(txn: WriteTxn, history: History, op: Bind) -> None:
+    """See storage.api.Bind."""
+    record = _owned(txn, op.consumer_id, op.incarnation)
+    record.generation = bytes.fromhex(history.identity.generation)
+    record.cursor = op.cursor
+    _checkpoint(txn, record)
+    _save(txn, record)
+
+
+def detach(txn: WriteTxn, _: History, op: Detach) -> None:
+    """See storage.api.Detach."""
+    record = _owned(txn, op.consumer_id, op.incarnation)
+    keep = op.keep_expiry and op.expiry_s is None
+    expiry_s = record.consumer.expiry_s if keep else op.expiry_s
+    _set_presence(txn, record, detached_ms=op.now_ms, expiry_s=expiry_s)
+    _checkpoint(txn, record)
+    _save(txn, record)
+
+
+def detach_all(txn: WriteTxn, now_ms: int) -> None:
+    """Whoever is attached when the database is opened died with the last process."""
+    for packed_id, _ in list(txn.scan(Space.ATTACHED)):
+        try:
+            record = load(txn, int.from_bytes(packed_id, "big"))
+        except RecordDamaged:
+            continue  # check() tells; a device that comes back is refused by name
+        if record is not None:
+            expiry_s = record.consumer.expiry_s
+            _set_presence(txn, record, detached_ms=now_ms, expiry_s=expiry_s)
+            _save(txn, record)
+
+
+def discard(txn: WriteTxn, _: History, op: Discard) -> None:
+    """See storage.api.Discard."""
+    _delete(txn, _owned(txn, op.consumer_id, op.incarnation))
+
+
+def expire(txn: WriteTxn, _: History, op: Expire) -> tuple[bytes, ...]:
+    """See storage.api.Expire."""
+    over = islice(txn.scan(Space.EXPIRY, stop=U64.pack(op.now_ms + 1)), op.limit)
+    gone: list[bytes] = []
+    for key, _value in list(over):
+        try:
+            record = load(txn, int.from_bytes(key[8:], "big"))
+        except RecordDamaged:
+            record = None  # check() tells; its row goes, so that it does not hold up the others
+        if record is None:
+            txn.delete(Space.EXPIRY, key)
+        else:
+            _delete(txn, record)
+            gone.append(record.client_id)
+    return tuple(gone)
+
+
+def _delete(txn: WriteTxn, record: Record) -> None:
+    """Delete a consumer with everything that only it holds."""
+    for sub in subscriptions_of(txn, record.id):
+        _count(txn, record, sub, -1)
+    packed_id = U64.pack(record.id)
+    for space in (Space.SUBSCRIPTION, Space.CLAIM, Space.HELD, Space.INBOUND):
+        for rest, _ in list(rows_of(txn, space, record.id)):
+            txn.delete(space, packed_id + rest)
+    if record.indexed != NONE:
+        txn.delete(Space.POSITION, U64_U64.pack(record.indexed, record.id))
+    if (deadline_ms := record.deadline_ms) is not None:
+        txn.delete(Space.EXPIRY, U64_U64.pack(deadline_ms, record.id))
+    txn.delete(Space.ATTACHED, packed_id)
+    txn.delete(Space.CLIENT, key_of(record.client_id))
+    txn.delete(Space.CONSUMER, packed_id)

@@ -1,0 +1,326 @@
+"""What the durable stores share: opening, identity, and every read and write as one transaction.
+
+A backend says how a piece of work gets to the thread of its writer or of its reader, and what a
+transaction is (storage.kv); everything that is promised is here and in the engine.
+
+Rule 1. A database file appears whole: it is built under another name and renamed.
+Rule 2. A file that is there is opened or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+
+from storage import consumers, engine, history
+from storage.api import Batch, Chunk, Consumer, Entry, LogState, Opened, Outcome, Snapshot
+from storage.check import check
+from storage.engine import Engine
+from storage.errors import (
+    StoreCorrupt,
+    StoreError,
+    StoreFull,
+    StoreTooNew,
+    StoreUnavailable,
+    StoreUnusable,
+)
+from storage.identity import (
+    WITNESS_MS,
+    Place,
+    Sidecar,
+    changed,
+    mint,
+    new_identity,
+    place_of,
+    sync_directory,
+)
+from storage.lock import DirectoryLock
+from storage.meta import FORMAT, Ends, Identity, MetaDamaged, read_ends, read_format, read_identity
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from storage.api import Accept
+    from storage.kv import Database, ReadTxn, WriteTxn
+
+__all__ = ["DurableStore", "Durability"]
+
+T = TypeVar("T")
+Durability = Literal["fsync", "os"]
+
+FILES = {"lmdb": "history.mdb", "sqlite": "history.sqlite"}
+"""Kind of store -> its file in the data directory."""
+
+log = logging.getLogger("amqtt_durable.store")
+
+
+class DurableStore(ABC):
+    """A Store on disk; see storage.api.Store for what it guarantees.
+
+    directory: holds the database, its sidecar and the lock; made if it is missing.
+    durability: "fsync" = a batch is on disk when it is reported; "os" = the operating system has
+        it, so that it survives a crash of the process but perhaps not of the machine.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, directory: Path, *, durability: Durability = "fsync") -> None:
+        self.directory = directory
+        self.durability = durability
+        self._file = directory / FILES[self.name]
+        self._sidecar = directory / f"{FILES[self.name]}.identity.json"
+        self._lock = DirectoryLock(directory)
+        self._engine: Engine | None = None
+        self._place: Place | None = None
+        self._witness_ms = 0
+        self._is_open = False
+
+    # ------------------------------------------------------------------- what a backend provides
+
+    @abstractmethod
+    async def _connect(self, file: Path, *, create: bool) -> None:
+        """Start the threads and open the file. Raises StoreCorrupt, StoreUnavailable."""
+
+    @abstractmethod
+    async def _disconnect(self) -> None:
+        """Finish what was given to the threads, close the file, end the threads. Idempotent."""
+
+    @abstractmethod
+    async def _in_writer(self, job: Callable[[Database], T]) -> T:
+        """Run a job in the writer's thread, after what was submitted before."""
+
+    @abstractmethod
+    async def _in_reader(self, job: Callable[[Database], T]) -> T:
+        """Run a job in the reader's thread."""
+
+    @abstractmethod
+    def _post(
+        self,
+        job: Callable[[Database], list[Outcome] | BaseException],
+        done: Callable[[list[Outcome] | BaseException], None],
+    ) -> None:
+        """Run a job in the writer's thread, then ``done`` in the event loop. FIFO."""
+
+    # ----------------------------------------------------------------------------- life cycle
+
+    async def open(self, *, now_ms: int) -> Opened:
+        """Open or create. Raises StoreLocked, StoreTooNew, StoreCorrupt, StoreUnavailable."""
+        if self._is_open:
+            raise StoreUnusable(str(self.directory), "it is open already")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreUnavailable(f"{self.directory}: {error.strerror}") from error
+        self._lock.acquire()
+        try:
+            is_new = self._must_be_created()
+            if is_new:
+                await self._create()
+            await self._connect(self._file, create=False)
+            opened = await self._in_writer(partial(self._boot, is_new, now_ms))
+        except BaseException as error:
+            await self._disconnect()
+            self._lock.release()
+            if isinstance(error, MetaDamaged):
+                raise self._corrupt(str(error)) from error
+            if isinstance(error, OSError):
+                raise _unavailable(error) from error
+            raise
+        self._is_open = True
+        return opened
+
+    def _must_be_created(self) -> bool:
+        """Whether there is nothing yet. Raises StoreUnusable, StoreCorrupt."""
+        for kind, name in FILES.items():
+            if kind != self.name and (self.directory / name).exists():
+                reason = f"it holds a store of kind {kind!r}, and {self.name!r} is configured"
+                raise StoreUnusable(str(self.directory), reason)
+        if self._file.exists():
+            if self._file.stat().st_size == 0:
+                raise self._corrupt("it is empty")
+            return False
+        for name in self._remains():
+            if (self.directory / name).exists():
+                raise self._corrupt(f"it is missing, but {name} is there")
+        return True
+
+    def _remains(self) -> tuple[str, ...]:
+        """Files that only a database leaves behind which was not closed."""
+        return ()
+
+    def _corrupt(self, reason: str) -> StoreCorrupt:
+        return StoreCorrupt(
+            str(self.directory),
+            f"{self._file.name} cannot be used: {reason}. Restore it from a backup, or move the"
+            " directory away to start anew; nothing was changed",
+        )
+
+    async def _create(self) -> None:
+        """Build a new database beside its place, and put it there whole."""
+        building = self._file.with_name(self._file.name + ".new")
+        for leftover in self.directory.glob(building.name + "*"):
+            leftover.unlink()
+        await self._connect(building, create=True)
+        identity = new_identity()
+
+        def first(txn: WriteTxn) -> None:
+            identity.write(txn)
+            Ends().write(txn)
+
+        await self._in_writer(lambda database: database.write(first))
+        await self._disconnect()
+        building.replace(self._file)
+        for leftover in self.directory.glob(building.name + "*"):
+            leftover.unlink()
+        sync_directory(self.directory)
+
+    def _boot(self, is_new: bool, now_ms: int, database: Database) -> Opened:
+        """The steps of an opening; see storage.identity. In the writer's thread."""
+        number = database.read(read_format)
+        if number > FORMAT:
+            reason = (
+                f"{self._file.name} has format {number}, this version knows {FORMAT}:"
+                " use the version that wrote it, or a newer one"
+            )
+            raise StoreTooNew(str(self.directory), reason)
+        identity, ends = database.read(lambda txn: (read_identity(txn), read_ends(txn)))
+        place = self._place = place_of(self._file)
+        minted = "created" if is_new else self._changed(identity, ends, place)
+        if minted:
+            identity = mint(identity)
+        else:
+            Sidecar.of(identity, ends.head, place).write(self._sidecar)
+            identity = Identity(identity.db_id, identity.generation, identity.boot + 1)
+
+        def boot(txn: WriteTxn) -> tuple[Opened, Ends]:
+            identity.write(txn)
+            return engine.opened(txn, identity, minted, now_ms)
+
+        opened, ends = database.write(boot)
+        Sidecar.of(identity, ends.head, place).write(self._sidecar)
+        self._engine = Engine(identity, ends)
+        self._witness_ms = now_ms
+        return opened
+
+    def _changed(self, identity: Identity, ends: Ends, place: Place) -> str:
+        try:
+            sidecar = Sidecar.read(self._sidecar)
+        except ValueError:
+            return "sidecar damaged"
+        return changed(identity, ends.head, sidecar, place)
+
+    async def close(self) -> None:
+        """Finish what was submitted, then close. Idempotent."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            await self._in_writer(lambda _: self._write_sidecar())
+        finally:
+            await self._disconnect()
+            self._lock.release()
+
+    def _write_sidecar(self) -> None:
+        """Let the sidecar's head follow."""
+        engine_, place = self._engine, self._place
+        if engine_ is None or place is None:
+            return
+        try:
+            Sidecar.of(engine_.identity, engine_.ends.head, place).write(self._sidecar)
+        except OSError as error:
+            # it is a witness only: an older head is true as well, and the next one comes
+            log.warning("the sidecar could not be written: %s", error.strerror)
+
+    # -------------------------------------------------------------------------------- writes
+
+    def submit(self, batch: Batch, done: Callable[[list[Outcome] | BaseException], None]) -> None:
+        """Apply a batch in the writer; ``done`` runs in the event loop."""
+        if not self._is_open:
+            error = StoreUnavailable("the store is not open")
+            asyncio.get_running_loop().call_soon(done, error)
+            return
+        self._post(partial(self._commit, batch), done)
+
+    def _commit(self, batch: Batch, database: Database) -> list[Outcome] | BaseException:
+        """Apply and commit a batch, or nothing of it. In the writer's thread."""
+        writer = self._engine
+        assert writer is not None, "an open store has an engine"  # noqa: S101
+        try:
+            outcomes = database.write(partial(writer.apply, batch), frees=engine.frees(batch))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the submitter is told
+            writer.aborted()
+            return error
+        writer.committed()
+        if batch.stored_ms - self._witness_ms >= WITNESS_MS:
+            self._witness_ms = batch.stored_ms
+            self._write_sidecar()
+        return outcomes
+
+    # --------------------------------------------------------------------------------- reads
+
+    async def _read(self, work: Callable[[ReadTxn], T]) -> T:
+        if not self._is_open:
+            raise StoreUnavailable("the store is not open")
+        try:
+            return await self._in_reader(lambda database: database.read(work))
+        except MetaDamaged as error:
+            raise StoreUnavailable(f"{self._file.name}: {error}") from error
+
+    async def read(
+        self,
+        after: int,
+        accept: Accept,
+        *,
+        filters: Sequence[bytes] = (),
+        entries_max: int,
+        bytes_max: int,
+    ) -> Chunk:
+        """Read entries with offset > after that ``accept`` takes; see storage.api.Store.
+
+        Goes on in a new transaction when a slice found nothing: what one of them checked holds
+        for what it read, so the chunk is as if it were read in one.
+        """
+        bounds = {"filters": filters, "entries_max": entries_max, "bytes_max": bytes_max}
+        while True:
+            work = partial(history.read, after=after, accept=accept, **bounds)  # type: ignore[arg-type]
+            chunk = await self._read(work)
+            if chunk.entries or chunk.loss or chunk.through >= chunk.head:
+                return chunk
+            after = chunk.through
+
+    async def fetch(self, offsets: Sequence[int]) -> list[Entry]:
+        """The entries at these offsets. Raises EntryGone or EntryDamaged."""
+        return await self._read(partial(history.fetch, offsets=offsets))
+
+    async def snapshot(self, client_id: bytes) -> Snapshot | None:
+        """Read a consumer without owning it. None if there is none."""
+        return await self._read(partial(consumers.snapshot, client_id=client_id))
+
+    async def consumers(self, after: bytes | None = None, limit: int = 1000) -> list[Consumer]:
+        """Records in the order of their client ids, a page at a time."""
+        records = await self._read(partial(consumers.page, after=after, limit=limit))
+        return [record.consumer for record in records]
+
+    async def retained(self, after: bytes | None = None, limit: int = 1000) -> list[Entry]:
+        """Retained messages in topic order, a page at a time."""
+        return await self._read(partial(engine.retained_page, after=after, limit=limit))
+
+    async def log(self) -> LogState:
+        """Identity and ends of the history, as committed."""
+        return await self._read(lambda txn: read_ends(txn).log(read_identity(txn)))
+
+    async def check(self) -> list[str]:
+        """Walk every stored invariant; one sentence for each violation, empty = sound."""
+        return await self._read(check)
+
+
+def _unavailable(error: OSError) -> StoreError:
+    import errno
+
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return StoreFull(f"no space: {error.filename or error.strerror}")
+    return StoreUnavailable(f"{error.filename}: {error.strerror}")

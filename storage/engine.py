@@ -1,0 +1,172 @@
+"""One batch, one transaction: what the writer does, whatever the backend.
+
+Between batches the engine holds nothing that is not on disk but caches. A batch that fails, for
+whatever reason, is followed by ``aborted``, which reads the ends of the history again; so one
+poisonous operation leaves the store as it was.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from storage import consumers
+from storage.api import (
+    Acquire,
+    Advance,
+    Batch,
+    Bind,
+    Detach,
+    Discard,
+    DropWill,
+    Expire,
+    FilterCount,
+    Opened,
+    Outcome,
+    Prune,
+    Retain,
+    StoreWill,
+    Subscribe,
+    Unsubscribe,
+    Will,
+)
+from storage.blocks import Damage, decode_message, encode_message
+from storage.errors import RecordDamaged, StoreRefusal
+from storage.history import History
+from storage.kv import ReadTxn, Space, WriteTxn
+from storage.meta import Ends, Identity, read_ends
+from storage.names import key_of
+from storage.records import decode_will, encode_will
+from storage.retention import prune
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from storage.api import Entry
+
+__all__ = ["Engine", "filter_counts", "frees", "opened", "retained_page", "wills"]
+
+
+def _retain(txn: WriteTxn, _: History, op: Retain) -> None:
+    key = key_of(op.message.topic)
+    if op.message.payload:
+        txn.put(Space.RETAINED, key, encode_message(op.message))
+    else:
+        txn.delete(Space.RETAINED, key)
+
+
+def _store_will(txn: WriteTxn, _: History, op: StoreWill) -> None:
+    txn.put(Space.WILL, op.will.incarnation, encode_will(op.will))
+
+
+def _drop_will(txn: WriteTxn, _: History, op: DropWill) -> bool:
+    return txn.delete(Space.WILL, op.incarnation)
+
+
+_OPERATIONS: Final[dict[type, Callable[..., Outcome]]] = {
+    Acquire: consumers.acquire,
+    Advance: consumers.advance,
+    Subscribe: consumers.subscribe,
+    Unsubscribe: consumers.unsubscribe,
+    Bind: consumers.bind,
+    Detach: consumers.detach,
+    Discard: consumers.discard,
+    Expire: consumers.expire,
+    Retain: _retain,
+    StoreWill: _store_will,
+    DropWill: _drop_will,
+    Prune: prune,
+}
+
+_FREEING: Final = (Discard, Expire, Prune, Detach)
+"""Operations that make room: a batch of these alone may use what is kept back for them."""
+
+
+class Engine:
+    """The single writer. All calls from one thread, each in a transaction of its own."""
+
+    def __init__(self, identity: Identity, ends: Ends) -> None:
+        self._history = History(identity, ends)
+        self._is_applied = False
+
+    @property
+    def ends(self) -> Ends:
+        """As of the last committed batch, outside of one."""
+        return self._history.ends
+
+    @property
+    def identity(self) -> Identity:
+        """Of the database that is written to."""
+        return self._history.identity
+
+    def apply(self, batch: Batch, txn: WriteTxn) -> list[Outcome]:
+        """Apply a batch. Call ``committed`` or ``aborted`` afterwards; or apply it once more, if
+        its transaction was given up."""
+        if self._is_applied:
+            self.aborted()
+        self._is_applied = True
+        history = self._history
+        if batch.entries:
+            history.append(txn, batch.entries, batch.stored_ms)
+        outcomes: list[Outcome] = []
+        for op in batch.ops:
+            try:
+                outcomes.append(_OPERATIONS[type(op)](txn, history, op))
+            except StoreRefusal as refusal:
+                outcomes.append(refusal)
+        if history.is_changed():
+            history.ends.write(txn)
+        return outcomes
+
+    def committed(self) -> None:
+        """The batch is on disk."""
+        self._history.committed()
+        self._is_applied = False
+
+    def aborted(self) -> None:
+        """The batch is gone."""
+        self._history.aborted()
+        self._is_applied = False
+
+
+def frees(batch: Batch) -> bool:
+    """Whether a batch makes room: it may use what is kept back for that."""
+    return not batch.entries and all(isinstance(op, _FREEING) for op in batch.ops)
+
+
+def filter_counts(txn: ReadTxn) -> tuple[FilterCount, ...]:
+    """The distinct durable filters."""
+    return tuple(
+        FilterCount(row[8:], int.from_bytes(row[:8], "big")) for _, row in txn.scan(Space.FILTER)
+    )
+
+
+def wills(txn: ReadTxn) -> tuple[Will, ...]:
+    """All that are stored; one that is damaged is left to ``check``: it cannot be published."""
+    found: list[Will] = []
+    for incarnation, raw in txn.scan(Space.WILL):
+        try:
+            found.append(decode_will(incarnation, raw))
+        except RecordDamaged:
+            continue
+    return tuple(found)
+
+
+def retained_page(txn: ReadTxn, after: bytes | None, limit: int) -> list[Entry]:
+    """Retained messages in the order of their keys; those that are damaged are left out."""
+    start = b"" if after is None else key_of(after) + b"\x00"
+    found: list[Entry] = []
+    for _, raw in txn.scan(Space.RETAINED, start):
+        if len(found) == limit:
+            break
+        try:
+            found.append(decode_message(raw))
+        except Damage:
+            continue
+    return found
+
+
+def opened(txn: WriteTxn, identity: Identity, minted: str, now_ms: int) -> tuple[Opened, Ends]:
+    """The opening itself: detach owners that died, and say what the broker must know."""
+    ends = read_ends(txn)
+    consumers.detach_all(txn, now_ms)
+    return Opened(ends.log(identity), filter_counts(txn), wills(txn), minted), ends

@@ -1,0 +1,344 @@
+"""The store on LMDB: a memory-mapped B-tree, copy on write, one writer, readers never wait.
+
+One thread writes and one reads. A commit writes the changed pages, syncs, and then writes the
+meta page that points to them, so a crash at any step leaves the last commit or the one before.
+Durability "os" leaves out the sync of the meta page only (``metasync=False``): the last commits
+may be lost with the machine, but the file stays sound. ``sync=False`` would not keep that.
+
+The map. LMDB maps the file at a size that is given, and refuses to grow beyond it. We start small
+(the file is as long as what is in it, whatever the map), and when it is full the batch is given
+up, the map doubled, and the batch applied again. A map cannot be moved under an open read
+transaction, so the reader holds a lock while it has one. At the maximum the store is full:
+StoreFull. Deleting needs free pages too, so RESERVE_BYTES are kept back for batches that only
+make room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import shutil
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+
+import lmdb
+
+from storage.durable import DurableStore
+from storage.errors import StoreFull, StoreUnavailable
+from storage.kv import Space
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from storage.api import Outcome
+    from storage.durable import Durability
+    from storage.kv import Database, ReadTxn, WriteTxn
+
+__all__ = ["LmdbStore"]
+
+T = TypeVar("T")
+
+MAP_BYTES: Final = 64 << 20
+"""The first map: address space, not disk; small enough that growing is tried by every broker that
+stores more than a little."""
+MAP_BYTES_MAX: Final = 64 << 30
+"""The largest map unless one is configured, if the disk has that much."""
+RESERVE_BYTES: Final = 4 << 20
+"""Kept back for batches that make room: copies of the pages that a Prune of 64 blocks touches."""
+
+UNWRITTEN_BYTES_MAX: Final = 1 << 20
+"""Pages at the end of a file that may be missing without harm; see _must_be_whole."""
+
+_DAMAGE: Final = (
+    lmdb.CorruptedError,
+    lmdb.InvalidError,
+    lmdb.PageNotFoundError,
+    lmdb.VersionMismatchError,
+)
+_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class _Txn:
+    """storage.kv.WriteTxn over a transaction of LMDB."""
+
+    __slots__ = ("_dbs", "_txn")
+
+    def __init__(self, txn: lmdb.Transaction[bytes], dbs: list[Any]) -> None:
+        self._txn = txn
+        self._dbs = dbs
+
+    def get(self, space: Space, key: bytes) -> bytes | None:
+        return self._txn.get(key, None, self._dbs[space])
+
+    def put(self, space: Space, key: bytes, value: bytes) -> None:
+        self._txn.put(key, value, True, True, False, self._dbs[space])
+
+    def delete(self, space: Space, key: bytes) -> bool:
+        return self._txn.delete(key, b"", self._dbs[space])
+
+    def scan(
+        self,
+        space: Space,
+        start: bytes = b"",
+        stop: bytes | None = None,
+        *,
+        reverse: bool = False,
+    ) -> Iterator[tuple[bytes, bytes]]:
+        with self._txn.cursor(self._dbs[space]) as cursor:
+            if reverse:
+                at = cursor.set_range(stop) if stop is not None else False
+                if not (cursor.prev() if at else cursor.last()):
+                    return
+                for row in cursor.iterprev(True, True):
+                    if row[0] < start:
+                        return
+                    yield row
+            else:
+                if not (cursor.set_range(start) if start else cursor.first()):
+                    return
+                for row in cursor.iternext(True, True):
+                    if stop is not None and row[0] >= stop:
+                        return
+                    yield row
+
+
+class _LmdbDatabase:
+    """storage.kv.Database over an environment of LMDB."""
+
+    def __init__(
+        self, file: Path, durability: Durability, map_bytes_max: int | None, *, create: bool
+    ) -> None:
+        self._file = file
+        self._durability = durability
+        self._map_lock = Lock()
+        self._env, self._dbs = self._open(create=create)
+        self._env.reader_check()
+        free = shutil.disk_usage(file.parent).free
+        self._max = map_bytes_max or max(MAP_BYTES, min(MAP_BYTES_MAX, file.stat().st_size + free))
+
+    def _open(self, *, create: bool) -> tuple[lmdb.Environment, list[Any]]:
+        env = lmdb.open(
+            str(self._file),
+            map_size=MAP_BYTES,
+            subdir=False,
+            metasync=self._durability == "fsync",
+            mode=0o640,
+            max_dbs=len(Space),
+            max_readers=16,
+            max_spare_txns=2,
+        )
+        try:
+            self._must_be_whole(env)
+            with env.begin(write=True) as txn:  # handles last only if it is committed
+                names = [space.name.lower().encode() for space in Space]
+                return env, [env.open_db(name, txn, create=create) for name in names]
+        except BaseException:
+            env.close()
+            raise
+
+    def _must_be_whole(self, env: lmdb.Environment) -> None:
+        """A page behind the end of the file would kill the process (SIGBUS) when it is read.
+
+        The last few pages may never have been written, if they were free again in the transaction
+        that made them; so a file that ends a little early is made as long as it says it is.
+        """
+        wanted = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
+        size = self._file.stat().st_size
+        if size < wanted - UNWRITTEN_BYTES_MAX:
+            raise lmdb.CorruptedError(f"it ends after {size} bytes of {wanted}")
+        if size < wanted:
+            with self._file.open("r+b") as file:
+                file.truncate(wanted)
+
+    def write(self, work: Callable[[WriteTxn], T], *, frees: bool = False) -> T:
+        """See storage.kv.Database. In the writer's thread."""
+        while True:
+            try:
+                result = self._write_once(work)
+            except lmdb.MapFullError:
+                self._grow(frees=frees)
+            except lmdb.PanicError:
+                self._reopen()
+                raise StoreUnavailable(f"{self._file.name}: a write failed midway") from None
+            except lmdb.Error as error:
+                raise _mapped(error) from error
+            else:
+                if frees and self._env.info()["map_size"] > self._max:
+                    self._set_map_bytes(self._max)
+                return result
+
+    def _write_once(self, work: Callable[[WriteTxn], T]) -> T:
+        txn = self._env.begin(write=True)
+        try:
+            result = work(_Txn(txn, self._dbs))
+        except BaseException:
+            txn.abort()
+            raise
+        txn.commit()
+        return result
+
+    def read(self, work: Callable[[ReadTxn], T]) -> T:
+        """See storage.kv.Database. In the reader's thread, or the writer's before there is one."""
+        with self._map_lock:
+            try:
+                txn = self._env.begin()
+                try:
+                    return work(_Txn(txn, self._dbs))
+                finally:
+                    txn.abort()
+            except lmdb.Error as error:
+                raise _mapped(error) from error
+
+    def _grow(self, *, frees: bool) -> None:
+        """Double the map. Raises StoreFull at the maximum."""
+        size = self._env.info()["map_size"]
+        most = self._max + (RESERVE_BYTES if frees else 0)
+        if size >= most:
+            raise StoreFull(f"{self._file.name}: its map is at the maximum of {self._max} bytes")
+        self._set_map_bytes(min(size * 2, most))
+
+    def _set_map_bytes(self, size: int) -> None:
+        with self._map_lock:
+            self._env.set_mapsize(size)
+
+    def _reopen(self) -> None:
+        """LMDB refuses everything after it could not write its meta page, until it is reopened."""
+        with self._map_lock:
+            size = self._env.info()["map_size"]
+            self._env.close()
+            self._env, self._dbs = self._open(create=False)
+            self._env.set_mapsize(size)
+
+    def close(self) -> None:
+        """See storage.kv.Database."""
+        self._env.close()
+
+
+def _mapped(error: lmdb.Error) -> Exception:
+    """What an error of LMDB means; one that only a bug of ours can cause stays what it is."""
+    text = f"lmdb: {error}"
+    if error.code in _NO_SPACE or isinstance(error, (lmdb.DiskError, lmdb.MapFullError)):
+        return StoreFull(text)
+    if error.code > 0 or isinstance(error, (*_DAMAGE, lmdb.PanicError, lmdb.ReadersFullError)):
+        return StoreUnavailable(text)
+    return error
+
+
+class _Worker:
+    """A thread with a queue. Each job is run, then its callback is called in the event loop."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]
+        self._jobs = SimpleQueue()
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        tell = self._loop.call_soon_threadsafe
+        while (work := self._jobs.get()) is not None:
+            job, done = work
+            try:
+                result = job()
+            except BaseException as error:  # noqa: BLE001 - it is handed to whoever asked
+                result = error
+            try:
+                tell(done, result)
+            except RuntimeError:
+                pass  # the loop is closed: nobody waits any more
+
+    def post(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
+        """Run a job after those before it; ``done`` gets its result or its exception."""
+        self._jobs.put((job, done))
+
+    async def run(self, job: Callable[[], T]) -> T:
+        """Run a job after those before it."""
+        future: asyncio.Future[T] = self._loop.create_future()
+        self.post(job, partial(_settle, future))
+        return await future
+
+    async def stop(self) -> None:
+        """Finish what was posted, and end."""
+        await self.run(lambda: None)
+        self._jobs.put(None)
+        self._thread.join()
+
+
+def _settle(future: asyncio.Future[T], result: T | BaseException) -> None:
+    if future.cancelled():
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)
+
+
+class LmdbStore(DurableStore):
+    """See storage.durable.DurableStore.
+
+    map_bytes_max: the file never gets longer than this (and RESERVE_BYTES); None = the smaller of
+        64 GiB and what the disk has free when the store is opened.
+    """
+
+    name = "lmdb"
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        durability: Durability = "fsync",
+        map_bytes_max: int | None = None,
+    ) -> None:
+        super().__init__(directory, durability=durability)
+        self._map_bytes_max = map_bytes_max
+        self._database: _LmdbDatabase | None = None
+        self._writer: _Worker | None = None
+        self._reader: _Worker | None = None
+
+    async def _connect(self, file: Path, *, create: bool) -> None:
+        self._writer = _Worker("store-writer")
+        self._reader = _Worker("store-reader")
+        connect = partial(_LmdbDatabase, file, self.durability, self._map_bytes_max, create=create)
+        try:
+            self._database = await self._writer.run(connect)
+        except lmdb.NotFoundError as error:
+            raise self._corrupt("it is not one of ours") from error
+        except _DAMAGE as error:
+            raise self._corrupt(str(error)) from error
+        except lmdb.Error as error:
+            raise _mapped(error) from error
+
+    async def _disconnect(self) -> None:
+        writer, self._writer = self._writer, None
+        reader, self._reader = self._reader, None
+        database, self._database = self._database, None
+        if writer is not None:
+            await writer.stop()
+        if reader is not None:
+            await reader.stop()
+        if database is not None:
+            database.close()
+
+    async def _in_writer(self, job: Callable[[Database], T]) -> T:
+        assert self._writer is not None, "connected"  # noqa: S101
+        return await self._writer.run(partial(self._run, job))
+
+    async def _in_reader(self, job: Callable[[Database], T]) -> T:
+        if self._reader is None:
+            raise StoreUnavailable("the store is not open")
+        return await self._reader.run(partial(self._run, job))
+
+    def _run(self, job: Callable[[Database], T]) -> T:
+        assert self._database is not None, "connected"  # noqa: S101
+        return job(self._database)
+
+    def _post(
+        self,
+        job: Callable[[Database], list[Outcome] | BaseException],
+        done: Callable[[list[Outcome] | BaseException], None],
+    ) -> None:
+        assert self._writer is not None, "connected"  # noqa: S101
+        self._writer.post(partial(self._run, job), done)

@@ -1,0 +1,211 @@
+"""Retention: deleting history from the old end, and knowing afterwards what was lost.
+
+Whole blocks are deleted; the floor may lie inside one, and what is at or below it is gone all the
+same. For each topic that lost something its last deleted offset is kept, its *mark*. A topic
+per message can be invented, so marks are bounded: above ``marks_max`` the lowest fold into the
+*coarse* floor, and topics that have nothing else left are forgotten. The lowest go first whether
+their topic has entries left or not: a mark at or below the coarse floor says nothing more.
+
+Rule 1. mark <= floor and coarse <= floor. All three only rise, in the transaction that deletes.
+Rule 2. A consumer above the floor lost nothing, and is asked no more.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from storage.api import Loss, Prune, Pruned
+from storage.blocks import Block, Damage, offsets_of
+from storage.kv import U64, U64_U64, ReadTxn, Space, WriteTxn, get_u64
+from storage.names import key_of, literal_prefix, topic_id
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from storage.history import History
+    from storage.meta import Ends
+
+__all__ = ["Marks", "low_water", "prune"]
+
+
+def low_water(txn: ReadTxn, ends: Ends) -> int:
+    """No consumer needs what is at or below this offset."""
+    for key, _ in txn.scan(Space.POSITION):
+        return min(int.from_bytes(key[:8], "big"), ends.head)
+    return ends.head
+
+
+class Marks:
+    """What was lost, as one transaction sees it."""
+
+    def __init__(self, txn: ReadTxn, ends: Ends) -> None:
+        self._txn = txn
+        self._ends = ends
+
+    def loss(
+        self,
+        after: int,
+        filters: Sequence[bytes],
+        is_missed: Callable[[bytes, int], bool],
+    ) -> Loss | None:
+        """The highest pruned entry above ``after`` that would have been received.
+
+        is_missed: (topic, pruned offset) -> whether it would. Topic b"" = one that was forgotten.
+        filters: behind ``is_missed``, so that exact ones are looked up; empty = not known.
+        """
+        if after >= self._ends.floor:
+            return None
+        found = None
+        if self._ends.coarse > after and is_missed(b"", self._ends.coarse):
+            found = Loss(b"", self._ends.coarse)
+            after = self._ends.coarse
+        return self._highest(after, filters, is_missed) or found
+
+    def _highest(
+        self, after: int, filters: Sequence[bytes], is_missed: Callable[[bytes, int], bool]
+    ) -> Loss | None:
+        literals = [literal_prefix(topic_filter) for topic_filter in filters]
+        if literals and all(is_exact for _, is_exact in literals):
+            lost = [self._mark(topic) for topic, _ in literals]
+            missed = [loss for loss in lost if loss.pruned_through > after and is_missed(*loss)]
+            return max(missed, key=lambda loss: loss.pruned_through, default=None)
+        start = U64.pack(after + 1)
+        for key, _ in self._txn.scan(Space.MARK_ORDER, start, reverse=True):
+            topic = self._txn.get(Space.TOPIC_NAME, key[8:]) or b""
+            loss = Loss(topic, int.from_bytes(key[:8], "big"))
+            if is_missed(*loss):
+                return loss
+        return None
+
+    def _mark(self, topic: bytes) -> Loss:
+        number = topic_id(self._txn, topic)
+        mark = None if number is None else get_u64(self._txn, Space.MARK, U64.pack(number))
+        return Loss(topic, mark or 0)
+
+
+# ------------------------------------------------------------------------------------ pruning
+
+
+def prune(txn: WriteTxn, history: History, op: Prune) -> Pruned:
+    """See storage.api.Prune."""
+    pruning = _Pruning(txn, history, op)
+    more = pruning.run()
+    pruning.mark_topics()
+    _fold(txn, history, op.marks_max)
+    return Pruned(history.ends.floor, pruning.blocks, pruning.payload_bytes, more)
+
+
+class _Pruning:
+    """One Prune. lost: topic id -> its last offset that goes."""
+
+    def __init__(self, txn: WriteTxn, history: History, op: Prune) -> None:
+        self._txn = txn
+        self._history = history
+        self._ends = history.ends
+        self._op = op
+        self._lost: dict[bytes, int] = {}
+        self.blocks = 0
+        self.payload_bytes = 0
+
+    def run(self) -> bool:
+        """Delete blocks; whether more could be deleted."""
+        ends = self._ends
+        through = min(self._op.through, ends.head)
+        unneeded = low_water(self._txn, ends)
+        while (row := next(self._txn.scan(Space.HISTORY), None)) is not None:
+            key, raw = row
+            block = _Old(self._txn, ends, key, raw)
+            is_old = block.stored_ms < self._op.before_ms
+            if block.last > through and not (block.last <= unneeded and is_old):
+                if through > ends.floor:
+                    self._lose(block.topics(), through)
+                    ends.floor = through
+                return False
+            if self.blocks == self._op.blocks_max:
+                return True
+            topics = block.topics()
+            self._lose(topics, block.last)
+            for packed_id in topics:
+                self._txn.delete(Space.TOPIC_INDEX, packed_id + key)
+            self._txn.delete(Space.HISTORY, key)
+            self.blocks += 1
+            self.payload_bytes += block.body_bytes
+            ends.blocks -= 1
+            ends.floor = max(ends.floor, block.last)
+        return False
+
+    def _lose(self, topics: dict[bytes, list[int] | range], through: int) -> None:
+        """Note what each topic of a block loses up to ``through``."""
+        for packed_id, offsets in topics.items():
+            gone = [offset for offset in offsets if offset <= through]
+            if gone:
+                self._lost[packed_id] = gone[-1]
+
+    def mark_topics(self) -> None:
+        """Raise the marks of the topics that lost something, once each."""
+        for packed_id, offset in self._lost.items():
+            before = self._txn.get(Space.MARK, packed_id)
+            if before is None:
+                self._ends.marks += 1
+            else:
+                self._txn.delete(Space.MARK_ORDER, before + packed_id)
+            self._txn.put(Space.MARK, packed_id, U64.pack(offset))
+            self._txn.put(Space.MARK_ORDER, U64.pack(offset) + packed_id, b"")
+
+
+class _Old:
+    """A block at the old end, damaged or not."""
+
+    def __init__(self, txn: ReadTxn, ends: Ends, key: bytes, raw: bytes) -> None:
+        self._txn = txn
+        self._key = key
+        self._names: list[bytes] | None = None
+        first = int.from_bytes(key, "big")
+        try:
+            block = Block(first, raw)
+        except Damage:
+            following = next(txn.scan(Space.HISTORY, U64.pack(first + 1)), None)
+            self.last = int.from_bytes(following[0], "big") - 1 if following else ends.head
+            self.stored_ms = 0
+            self.body_bytes = len(raw)
+        else:
+            self.last = block.last
+            self.stored_ms = block.stored_ms
+            self.body_bytes = block.body_bytes
+            self._names = block.names
+
+    def topics(self) -> dict[bytes, list[int] | range]:
+        """Topic id -> offsets, as the index has them. Slow if the block cannot tell its topics."""
+        if self._names is None:
+            ids = [packed_id for packed_id, _ in self._txn.scan(Space.TOPIC_NAME)]
+        else:
+            numbers = [topic_id(self._txn, name) for name in self._names]
+            ids = [U64.pack(number) for number in numbers if number is not None]
+        first = int.from_bytes(self._key, "big")
+        found: dict[bytes, list[int] | range] = {}
+        for packed_id in ids:
+            positions = self._txn.get(Space.TOPIC_INDEX, packed_id + self._key)
+            if positions is not None:
+                found[packed_id] = offsets_of(first, self.last, positions)
+        return found
+
+
+def _fold(txn: WriteTxn, history: History, marks_max: int) -> None:
+    """Fold the lowest marks into the coarse floor, and forget topics that have nothing left."""
+    ends = history.ends
+    excess = max(0, ends.marks - marks_max)
+    for key, _ in list(islice(txn.scan(Space.MARK_ORDER), excess)):
+        packed_id = key[8:]
+        txn.delete(Space.MARK_ORDER, key)
+        txn.delete(Space.MARK, packed_id)
+        ends.marks -= 1
+        ends.coarse = max(ends.coarse, int.from_bytes(key[:8], "big"))
+        number = int.from_bytes(packed_id, "big")
+        rows = txn.scan(Space.TOPIC_INDEX, U64_U64.pack(number, 0), U64_U64.pack(number + 1, 0))
+        if next(rows, None) is None:
+            name = txn.get(Space.TOPIC_NAME, packed_id)
+            assert name is not None, "a mark has a topic"  # noqa: S101
+            txn.delete(Space.TOPIC, key_of(name))
+            txn.delete(Space.TOPIC_NAME, packed_id)
+            history.topics.pop(name, None)

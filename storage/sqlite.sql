@@ -1,0 +1,100 @@
+-- The SQLite store: one table for each key space, and the few statements that are run on them.
+--
+-- A space is an ordered map of keys to values (storage/kv.py), so a table is the same: no column
+-- is looked into by SQL, and what the values hold is drawn above their encoders.
+--
+-- {space} stands for the name of a space.
+
+-- name: pragma_page
+-- Before anything else in a new file. 8 KiB: a block of 100 small entries is two pages; larger
+-- pages make each commit of a consumer's record heavier in the write-ahead log.
+PRAGMA page_size = 8192;
+
+-- name: pragma_vacuum
+-- Before the first table: pages that a Prune frees can be given back to the disk step by step.
+PRAGMA auto_vacuum = INCREMENTAL;
+
+-- name: pragma_journal
+-- Readers do not wait for the writer; a commit is one sequential write and one sync.
+PRAGMA journal_mode = WAL;
+
+-- name: pragma_synchronous
+-- FULL: the write-ahead log is synced in every commit. NORMAL: only when it is checkpointed.
+PRAGMA synchronous = {synchronous};
+
+-- name: pragma_checkpoint
+-- Checkpoints are made by hand, outside of commits.
+PRAGMA wal_autocheckpoint = 0;
+
+-- name: pragma_journal_limit
+-- After a burst the write-ahead log is cut back to 64 MiB when it starts anew.
+PRAGMA journal_size_limit = 67108864;
+
+-- name: pragma_cache
+-- 16 MiB of pages: the inner pages of all tables and the tails that are written to.
+PRAGMA cache_size = -16384;
+
+-- name: create
+-- Small rows: the key is the table's own order, so a row is found in one descent.
+CREATE TABLE {space} (k BLOB PRIMARY KEY, v BLOB NOT NULL) STRICT, WITHOUT ROWID;
+
+-- name: create_large
+-- Rows that may be large: leaves hold the beginning of a value and a chain of pages the rest; in
+-- a table without rowids the inner pages would hold values as well.
+CREATE TABLE {space} (k BLOB PRIMARY KEY, v BLOB NOT NULL) STRICT;
+
+-- name: create_numbered
+-- The history: its key is the first offset, and the next block always goes to the end.
+CREATE TABLE {space} (k INTEGER PRIMARY KEY, v BLOB NOT NULL) STRICT;
+
+-- name: begin_write
+-- The lock is taken at the start: a transaction that began by reading could not wait for it.
+BEGIN IMMEDIATE;
+
+-- name: begin_read
+-- One state of the database for everything that is read until the end.
+BEGIN;
+
+-- name: commit
+-- With synchronous = FULL it returns after the sync.
+COMMIT;
+
+-- name: rollback
+-- Also after a COMMIT that failed: the transaction is still open then.
+ROLLBACK;
+
+-- name: get
+-- One row.
+SELECT v FROM {space} WHERE k = ?;
+
+-- name: put
+-- Insert or replace.
+INSERT INTO {space} (k, v) VALUES (?1, ?2) ON CONFLICT (k) DO UPDATE SET v = ?2;
+
+-- name: delete
+-- The number of changed rows tells whether it was there.
+DELETE FROM {space} WHERE k = ?;
+
+-- name: scan_up
+-- Rows from ?1 up to, but without, ?2, in key order.
+SELECT k, v FROM {space} WHERE k >= ?1 AND k < ?2 ORDER BY k;
+
+-- name: scan_up_all
+-- Rows from ?1 on, in key order.
+SELECT k, v FROM {space} WHERE k >= ?1 ORDER BY k;
+
+-- name: scan_down
+-- The same as scan_up, from the last one down.
+SELECT k, v FROM {space} WHERE k >= ?1 AND k < ?2 ORDER BY k DESC;
+
+-- name: scan_down_all
+-- The same as scan_up_all, from the last one down.
+SELECT k, v FROM {space} WHERE k >= ?1 ORDER BY k DESC;
+
+-- name: checkpoint
+-- Copies what it can from the write-ahead log to the database, without waiting for anybody.
+PRAGMA wal_checkpoint(PASSIVE);
+
+-- name: vacuum
+-- Gives up to ?  free pages at the end of the file back to the disk.
+PRAGMA incremental_vacuum({pages});

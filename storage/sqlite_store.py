@@ -1,0 +1,375 @@
+"""The store on SQLite, through aiosqlite.
+
+aiosqlite gives each connection a thread and runs one call at a time in it. A batch is many
+statements, and a hop for each would cost more than the statements; so the connection is one of
+ours whose ``commit`` does a whole piece of work, and ``await connection.commit()`` is one hop for
+one batch. One connection writes, another reads, both in WAL mode.
+
+A commit with ``synchronous=FULL`` syncs the write-ahead log. Another process that holds the write
+lock (a backup, a console) makes commits wait, up to BUSY_MS, and nothing else: the transaction
+takes its lock at the start, so nothing of it was done yet.
+
+Checkpoints. The write-ahead log is copied into the database by a third connection that waits for
+nobody, while commits go on; what was committed meanwhile is little, and the writer copies it
+between two commits, so that the log can start anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import aiosqlite
+
+from storage.durable import DurableStore
+from storage.errors import StoreFull, StoreUnavailable
+from storage.kv import Space
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from storage.api import Outcome
+    from storage.durable import Durability
+    from storage.kv import Database, ReadTxn, WriteTxn
+
+__all__ = ["SqliteStore"]
+
+T = TypeVar("T")
+
+BUSY_MS: Final = 60_000
+"""How long a commit waits for the write lock. A backup that holds it for ten seconds is usual."""
+
+CHECKPOINT_BYTES: Final = 16 << 20
+"""Written since the last checkpoint before there is another one: some 2,000 pages."""
+
+_LARGE: Final = (Space.HELD, Space.RETAINED, Space.WILL)
+_OFFSET_MAX: Final = (1 << 63) - 1
+
+
+def _load_statements() -> dict[str, str]:
+    """Name -> statement, from sqlite.sql."""
+    text = Path(__file__).with_name("sqlite.sql").read_text(encoding="utf-8")
+    found: dict[str, str] = {}
+    for part in text.split("-- name: ")[1:]:
+        name, _, rest = part.partition("\n")
+        lines = [line for line in rest.splitlines() if not line.startswith("--")]
+        found[name.strip()] = "\n".join(lines).strip()
+    return found
+
+
+_SQL: Final = _load_statements()
+
+
+def _for_spaces(name: str) -> list[str]:
+    return [_SQL[name].format(space=space.name.lower()) for space in Space]
+
+
+_GET: Final = _for_spaces("get")
+_PUT: Final = _for_spaces("put")
+_DELETE: Final = _for_spaces("delete")
+_UP: Final = _for_spaces("scan_up")
+_UP_ALL: Final = _for_spaces("scan_up_all")
+_DOWN: Final = _for_spaces("scan_down")
+_DOWN_ALL: Final = _for_spaces("scan_down_all")
+_BEGIN_WRITE: Final = _SQL["begin_write"]
+_BEGIN_READ: Final = _SQL["begin_read"]
+_COMMIT: Final = _SQL["commit"]
+_ROLLBACK: Final = _SQL["rollback"]
+
+
+def _number(key: bytes) -> int:
+    """An offset as a key of the history."""
+    return min(int.from_bytes(key, "big"), _OFFSET_MAX)
+
+
+class _Txn:
+    """storage.kv.WriteTxn over a connection with an open transaction."""
+
+    __slots__ = ("_execute", "written_bytes")
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._execute = connection.execute
+        self.written_bytes = 0
+
+    def get(self, space: Space, key: bytes) -> bytes | None:
+        at = key if space is not Space.HISTORY else _number(key)
+        row = self._execute(_GET[space], (at,)).fetchone()
+        return None if row is None else row[0]
+
+    def put(self, space: Space, key: bytes, value: bytes) -> None:
+        at = key if space is not Space.HISTORY else _number(key)
+        self._execute(_PUT[space], (at, value))
+        self.written_bytes += len(value)
+
+    def delete(self, space: Space, key: bytes) -> bool:
+        at = key if space is not Space.HISTORY else _number(key)
+        return self._execute(_DELETE[space], (at,)).rowcount > 0
+
+    def scan(
+        self,
+        space: Space,
+        start: bytes = b"",
+        stop: bytes | None = None,
+        *,
+        reverse: bool = False,
+    ) -> Iterator[tuple[bytes, bytes]]:
+        bounds: tuple[Any, ...] = (start,) if stop is None else (start, stop)
+        if space is Space.HISTORY:
+            bounds = tuple(map(_number, bounds))
+        if stop is None:
+            sql = _DOWN_ALL if reverse else _UP_ALL
+        else:
+            sql = _DOWN if reverse else _UP
+        rows = self._execute(sql[space], bounds)
+        if space is Space.HISTORY:
+            return ((number.to_bytes(8, "big"), value) for number, value in rows)
+        return rows
+
+
+class _SqliteDatabase:
+    """storage.kv.Database over a connection, in the connection's thread."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self.unchecked_bytes = 0
+
+    def prepare(self, durability: Durability, *, create: bool, writes: bool) -> None:
+        """Set the connection up; make the tables, or see that they are there."""
+        execute = self._connection.execute
+        synchronous = "FULL" if durability == "fsync" else "NORMAL"
+        if create:
+            execute(_SQL["pragma_page"])
+            execute(_SQL["pragma_vacuum"])
+        execute(_SQL["pragma_journal"])
+        execute(_SQL["pragma_synchronous"].format(synchronous=synchronous))
+        execute(_SQL["pragma_checkpoint"])
+        execute(_SQL["pragma_journal_limit"])
+        execute(_SQL["pragma_cache"])
+        if create:
+            execute(_BEGIN_WRITE)
+            for space in Space:
+                execute(_SQL[_create(space)].format(space=space.name.lower()))
+            execute(_COMMIT)
+        elif writes:
+            for space in Space:
+                execute(_UP_ALL[space], (0 if space is Space.HISTORY else b"",)).close()
+
+    def write(self, work: Callable[[WriteTxn], T], *, frees: bool = False) -> T:
+        """See storage.kv.Database. In the writer's thread."""
+        connection = self._connection
+        try:
+            if connection.in_transaction:  # a ROLLBACK that failed with the disk
+                connection.execute(_ROLLBACK)
+            connection.execute(_BEGIN_WRITE)
+            try:
+                txn = _Txn(connection)
+                result = work(txn)
+                connection.execute(_COMMIT)
+            except BaseException:
+                if connection.in_transaction:
+                    connection.execute(_ROLLBACK)
+                raise
+        except sqlite3.Error as error:
+            raise _mapped(error) from error
+        self.unchecked_bytes += txn.written_bytes
+        if self.unchecked_bytes > CHECKPOINT_BYTES:
+            self.unchecked_bytes = 0
+            self._connection.execute(_SQL["checkpoint"])
+        if frees:
+            self._connection.execute(_SQL["vacuum"].format(pages=1024)).fetchall()
+        return result
+
+    def read(self, work: Callable[[ReadTxn], T]) -> T:
+        """See storage.kv.Database. In the reader's thread, or the writer's before there is one."""
+        connection = self._connection
+        try:
+            connection.execute(_BEGIN_READ)
+            try:
+                return work(_Txn(connection))
+            finally:
+                if connection.in_transaction:
+                    connection.execute(_ROLLBACK)
+        except sqlite3.Error as error:
+            raise _mapped(error) from error
+
+    def close(self) -> None:
+        """See storage.kv.Database."""
+        self._connection.close()
+
+
+def _create(space: Space) -> str:
+    if space is Space.HISTORY:
+        return "create_numbered"
+    return "create_large" if space in _LARGE else "create"
+
+
+def _mapped(error: sqlite3.Error) -> Exception:
+    """What an error of SQLite means; one that only a bug of ours can cause stays what it is."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    text = f"sqlite: {error}"
+    if code == sqlite3.SQLITE_FULL:
+        return StoreFull(text)
+    if code in _UNAVAILABLE:
+        return StoreUnavailable(text)
+    return error
+
+
+_UNAVAILABLE: Final = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_CORRUPT,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PROTOCOL,
+    sqlite3.SQLITE_NOTADB,
+    sqlite3.SQLITE_PERM,
+)
+
+
+class _Job:
+    """A piece of work for a connection's thread, and what came of it."""
+
+    __slots__ = ("result", "work")
+
+    def __init__(self, work: Callable[[Database], Any]) -> None:
+        self.work = work
+        self.result: Any = None
+
+
+class _Connection(sqlite3.Connection):
+    """A connection whose ``commit`` does the next job; aiosqlite calls it in its thread."""
+
+    jobs: deque[_Job]
+    database: _SqliteDatabase
+
+    def commit(self) -> None:
+        """Do the next job; what it raises is its result."""
+        job = self.jobs.popleft()
+        try:
+            job.result = job.work(self.database)
+        except BaseException as error:  # noqa: BLE001 - it is handed to whoever asked
+            job.result = error
+
+
+class _Worker:
+    """A connection, its thread, and the jobs on their way to it."""
+
+    def __init__(self, file: Path, *, create: bool) -> None:
+        self._jobs: deque[_Job] = deque()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._aio = aiosqlite.connect(
+            f"{file.absolute().as_uri()}?mode={'rwc' if create else 'rw'}",
+            uri=True,
+            timeout=BUSY_MS / 1000,
+            isolation_level=None,
+            cached_statements=256,
+            factory=self._made,
+        )
+
+    def _made(self, *args: Any, **kwargs: Any) -> sqlite3.Connection:
+        connection = _Connection(*args, **kwargs)
+        connection.jobs = self._jobs
+        connection.database = _SqliteDatabase(connection)
+        return connection
+
+    async def start(self) -> None:
+        """Start the thread and open the file."""
+        await self._aio
+
+    async def _do(self, work: Callable[[Any], T], done: Callable[[Any], None] | None) -> T | None:
+        job = _Job(work)
+        self._jobs.append(job)  # and commit() queues its call before it first waits: FIFO
+        await self._aio.commit()
+        if done is not None:
+            done(job.result)
+            return None
+        if isinstance(job.result, BaseException):
+            raise job.result
+        result: T = job.result
+        return result
+
+    def post(
+        self, work: Callable[[Any], T], done: Callable[[Any], None] | None
+    ) -> asyncio.Task[T | None]:
+        """Do a job after those before it; tasks start in the order they are made."""
+        task = asyncio.get_running_loop().create_task(self._do(work, done))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def run(self, work: Callable[[Any], T]) -> T:
+        """Do a job after those before it, and wait for it."""
+        return await self.post(work, None)  # type: ignore[return-value]
+
+    async def stop(self) -> None:
+        """Finish what was posted, close the file, end the thread."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._aio.close()
+
+
+class SqliteStore(DurableStore):
+    """See storage.durable.DurableStore."""
+
+    name = "sqlite"
+
+    def __init__(self, directory: Path, *, durability: Durability = "fsync") -> None:
+        super().__init__(directory, durability=durability)
+        self._writer: _Worker | None = None
+        self._reader: _Worker | None = None
+
+    def _remains(self) -> tuple[str, ...]:
+        return (f"{self._file.name}-wal",)
+
+    async def _connect(self, file: Path, *, create: bool) -> None:
+        try:
+            for writes in (True, False):
+                worker = _Worker(file, create=create)
+                await worker.start()
+                if writes:
+                    self._writer = worker
+                else:
+                    self._reader = worker
+                durability = self.durability
+                await worker.run(
+                    lambda database, writes=writes: database.prepare(
+                        durability, create=create and writes, writes=writes
+                    )
+                )
+        except sqlite3.Error as error:
+            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+            if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
+                raise self._corrupt(str(error)) from error
+            if code == sqlite3.SQLITE_ERROR:
+                raise self._corrupt(f"it is not one of ours ({error})") from error
+            raise _mapped(error) from error
+
+    async def _disconnect(self) -> None:
+        writer, self._writer = self._writer, None
+        reader, self._reader = self._reader, None
+        for worker in (reader, writer):
+            if worker is not None:
+                await worker.stop()
+
+    async def _in_writer(self, job: Callable[[Database], T]) -> T:
+        assert self._writer is not None, "connected"  # noqa: S101
+        return await self._writer.run(job)
+
+    async def _in_reader(self, job: Callable[[Database], T]) -> T:
+        if self._reader is None:
+            raise StoreUnavailable("the store is not open")
+        return await self._reader.run(job)
+
+    def _post(
+        self,
+        job: Callable[[Database], list[Outcome] | BaseException],
+        done: Callable[[list[Outcome] | BaseException], None],
+    ) -> None:
+        assert self._writer is not None, "connected"  # noqa: S101
+        self._writer.post(job, done)
