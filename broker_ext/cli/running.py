@@ -15,7 +15,7 @@ from broker_ext.cli.errors import CannotServe, root_cause
 from broker_ext.cli.serving import bound, our_plugin, plugin_defaults
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from amqtt.broker import Broker
 
@@ -78,30 +78,40 @@ async def _start(config: dict[str, Any]) -> Broker:
     """Start amqtt's broker, or raise CannotServe with the root cause after undoing what began."""
     from amqtt.broker import Broker  # noqa: PLC0415 - a tenth of a second
 
-    refusal = _FailedStart()
-    amqtt_logger = logging.getLogger("amqtt.broker")
-    amqtt_logger.addFilter(refusal)
-    try:
-        broker = Broker(config)
-    except Exception as exc:
-        # plugins and the reading of settings raise what they like; there is no broker to go on
-        raise CannotServe(f"the broker cannot start: {root_cause(exc)}") from exc
-    try:
-        await broker.start()
-    except Exception as exc:
-        with contextlib.suppress(Exception):  # the reason not to start is the one to tell
-            await broker.plugins_manager.close()
-        raise CannotServe(f"the broker cannot start: {root_cause(exc)}") from exc
-    finally:
-        amqtt_logger.removeFilter(refusal)
+    with _told_here():
+        try:
+            broker = Broker(config)
+        except Exception as exc:
+            # plugins and the reading of settings raise what they like; there is no broker
+            raise CannotServe(f"the broker cannot start: {root_cause(exc)}") from exc
+        try:
+            await broker.start()
+        except Exception as exc:
+            with contextlib.suppress(Exception):  # the reason not to start is the one to tell
+                await broker.plugins_manager.close()
+            raise CannotServe(f"the broker cannot start: {root_cause(exc)}") from exc
     return broker
 
 
-class _FailedStart(logging.Filter):
-    """Keeps amqtt's traceback of a failed start out of the log: we tell it in one line."""
+@contextlib.contextmanager
+def _told_here() -> Iterator[None]:
+    """Keep a failed start out of the log, amqtt's traceback too: CannotServe tells it in a line.
 
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.msg != "Broker startup failed"
+    Under `amqtt -c` these records are all there is, therefore whoever logs them must.
+    """
+    messages = {"Broker startup failed", "the broker does not start: %s"}
+
+    def is_told_here(record: logging.LogRecord) -> bool:
+        return record.msg not in messages
+
+    handlers = logging.getLogger().handlers
+    for handler in handlers:
+        handler.addFilter(is_told_here)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(is_told_here)
 
 
 def _summary(config: Mapping[str, Any]) -> str:
