@@ -213,7 +213,7 @@ class Connection(asyncio.Protocol):
             if kind is Publish:
                 self._publish(session, packet)  # type: ignore[arg-type]
             elif kind is Puback:
-                session.puback(packet[0])  # type: ignore[misc, arg-type]
+                session.puback(packet[0])  # type: ignore[misc]
             elif kind in _BYPASS:
                 self._answer(session, packet)
             else:

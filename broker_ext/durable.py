@@ -16,7 +16,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from broker_ext.outbound import Collected, Outbound
+from broker_ext.outbound import Collected, Flight, Outbound
 from broker_ext.session import REFUSED, End, Grant, Session
 from broker_ext.topics import matcher, matches
 from broker_ext.wire import PACKET_ID, PUBREL_HEAD
@@ -276,7 +276,7 @@ class DurableSession(Session):
 
     async def _fetch_left(self) -> None:
         """Read the messages of deliveries that an earlier connection left."""
-        left = []
+        left: list[Flight] = []
         for flight in self.out.ready:
             if len(left) == FETCH_MAX or not flight.dup:
                 break
@@ -349,7 +349,7 @@ class DurableSession(Session):
     async def _read(self) -> None:
         """Read the history behind the cursor, a chunk at a time, until the tail is reached."""
         try:
-            while not (self.sealed or self._holds) and self.out.room:
+            while not (self.live or self.sealed or self._holds) and self.out.room:
                 if not await self._read_chunk():
                     return
         except EntryDamaged as error:

@@ -24,7 +24,7 @@ __all__ = ["DurableSessionPlugin"]
 log = logging.getLogger("amqtt_durable")
 
 
-class DurableSessionPlugin(BasePlugin):  # type: ignore[misc, type-arg]
+class DurableSessionPlugin(BasePlugin[Any]):
     """Makes the sessions of an amqtt broker durable.
 
     Life cycle: ``__init__`` checks configuration and amqtt (what it raises stops the broker);

@@ -88,9 +88,11 @@ RELIES_ON_INSTANCE: Final = (
     "_loop",
     "config",
     "listeners_config",
-    "plugins_manager",
 )
-"""What must exist on a broker object (read in 0.12.1)."""
+"""What must exist on a broker object when it makes its plugins (read in 0.12.1)."""
+
+RELIES_ON_MANAGER: Final = ("_topic_plugins", "_event_plugin_callbacks", "plugins")
+"""What must exist on its plugin manager, once there is one (read in 0.12.1)."""
 
 LISTEN_BACKLOG: Final = 4096
 """amqtt listens with asyncio's backlog of 100; 500 clients that dial at once would meet SYN
@@ -101,13 +103,20 @@ class SeamError(RuntimeError):
     """The installed amqtt lacks something this plugin relies on."""
 
 
-def check(broker: Broker) -> None:
+def check(broker: Any) -> None:
     """Compare what we rely on with the installed amqtt. Raises SeamError, naming what is missing."""
     missing = [f"{getattr(o, '__name__', o)}.{name}" for o, name in RELIES_ON if not hasattr(o, name)]
     missing += [f"Broker().{name}" for name in RELIES_ON_INSTANCE if not hasattr(broker, name)]
-    for name in ("_topic_plugins", "_event_plugin_callbacks"):
-        if not hasattr(broker.plugins_manager, name):
-            missing.append(f"PluginManager().{name}")
+    _complain(missing)
+
+
+def _check_manager(manager: object) -> None:
+    _complain(
+        [f"PluginManager().{name}" for name in RELIES_ON_MANAGER if not hasattr(manager, name)]
+    )
+
+
+def _complain(missing: list[str]) -> None:
     if missing:
         msg = (
             f"amqtt {amqtt.__version__} is not the amqtt this version of amqtt-durable knows "
@@ -143,7 +152,7 @@ class _States:
         return self.state == "new"
 
 
-class SessionView(AmqttSession):  # type: ignore[misc]
+class SessionView(AmqttSession):
     """An amqtt Session for amqtt's plugins to look at; the truth is in ours."""
 
     def __init__(self) -> None:
@@ -151,7 +160,7 @@ class SessionView(AmqttSession):  # type: ignore[misc]
         self.ours: Session | None = None
 
     def _init_states(self) -> None:
-        self.transitions = _States()
+        self.transitions: Any = _States()
 
     @property
     def inflight_out_count(self) -> int:
@@ -185,7 +194,7 @@ class _HandlerView:
 class PluginGuard:
     """amqtt's plugins, for one connection. See ``connection.Guard``."""
 
-    def __init__(self, seam: Seam, server: Server, peer: tuple[str, int], ssl_object: object) -> None:
+    def __init__(self, seam: Seam, server: Server, peer: tuple[str, int], ssl_object: Any) -> None:
         self.seam = seam
         self.view = SessionView()
         self.view.remote_address, self.view.remote_port = peer
@@ -213,7 +222,7 @@ class PluginGuard:
             view.will_message = connect.will.payload
             view.will_qos = connect.will.qos
             view.will_retain = connect.will.retain
-        if not await self.seam.broker._authenticate(view, None):  # noqa: SLF001 - listed above
+        if not await self.seam.broker._authenticate(view, None):
             return None
         if view.is_anonymous or not view.username:
             return b""
@@ -246,7 +255,7 @@ class PluginGuard:
         with contextlib.suppress(AMQTTError, UnicodeError, ValueError):
             while (header := await MQTTFixedHeader.from_stream(reader)) is not None:
                 packet = await packet_class(header).from_stream(reader, fixed_header=header)
-                arguments = {"packet": packet}
+                arguments: dict[str, Any] = {"packet": packet}
                 if view is not None:
                     arguments["session"] = view
                 await self.seam.fire_event(event, **arguments)
@@ -284,9 +293,9 @@ class PluginGuard:
         view.ours = session
         view.client_id = session.client_id.decode()
         view.transitions.connect()
-        view._on_enter_connected()  # noqa: SLF001 - sets last_connect_time
+        view._on_enter_connected()
         self._named = True
-        sessions = self.seam.broker._sessions  # noqa: SLF001 - listed above
+        sessions = self.seam.broker._sessions
         sessions[view.client_id] = (view, _HandlerView(self._connection))
         for topic_filter, qos in session.subscriptions.items():
             self.seam.show_subscription(topic_filter.decode(), view, qos)
@@ -298,8 +307,8 @@ class PluginGuard:
         del end
         view = self.view
         view.transitions.disconnect()
-        view._on_enter_disconnected()  # noqa: SLF001 - sets last_disconnect_time
-        sessions = self.seam.broker._sessions  # noqa: SLF001 - listed above
+        view._on_enter_disconnected()
+        sessions = self.seam.broker._sessions
         if sessions.get(view.client_id, (None,))[0] is view:
             del sessions[view.client_id]
         for topic_filter in session.subscriptions:
@@ -320,7 +329,7 @@ class PluginGuard:
 class Seam:
     """Our hand on one broker. ``install`` in on_broker_pre_start, before the listeners bind."""
 
-    def __init__(self, broker: Broker) -> None:
+    def __init__(self, broker: Any) -> None:
         check(broker)
         self.broker = broker
         self.hub: Hub | None = None
@@ -332,7 +341,8 @@ class Seam:
         self.hub = hub
         broker = self.broker
         manager = broker.plugins_manager
-        self.slow = bool(manager._topic_plugins) or any(  # noqa: SLF001 - listed above
+        _check_manager(manager)
+        self.slow = bool(manager._topic_plugins) or any(
             self.listens(event)
             for event in (
                 MQTTEvents.PACKET_RECEIVED,
@@ -341,7 +351,7 @@ class Seam:
                 BrokerEvents.MESSAGE_BROADCAST,
             )
         )
-        hub.router.guarded = bool(manager._topic_plugins)  # noqa: SLF001 - listed above
+        hub.router.guarded = bool(manager._topic_plugins)
         if hub.router.guarded:
             hub.permits_will = self._permits_will
         hub.retained.mirror = self
@@ -359,15 +369,15 @@ class Seam:
         async def refuse() -> None:
             raise BrokerError(str(reason)) from reason
 
-        self.broker._start_listeners = refuse  # noqa: SLF001 - listed above
+        self.broker._start_listeners = refuse
         log.critical("the broker does not start: %s", reason)
         if _run_by_script():
             # amqtt's script never looks at what start() raised, and would idle for ever
-            self.broker._loop.call_soon(partial(sys.exit, 1))  # noqa: SLF001
+            self.broker._loop.call_soon(partial(sys.exit, 1))
 
     def listen_widely(self) -> None:
         """Raise the backlog of the listening sockets (on_broker_post_start)."""
-        for server in self.broker._servers.values():  # noqa: SLF001 - listed above
+        for server in self.broker._servers.values():
             for shared in getattr(server.instance, "sockets", None) or ():
                 with socket.socket(fileno=os.dup(shared.fileno())) as listening:
                     listening.listen(LISTEN_BACKLOG)
@@ -381,19 +391,19 @@ class Seam:
             raise KeyboardInterrupt
 
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            self.broker._loop.add_signal_handler(signal.SIGTERM, interrupt)  # noqa: SLF001
+            self.broker._loop.add_signal_handler(signal.SIGTERM, interrupt)
 
     # --------------------------------------------------------------------- connections
 
     def _server(self, listener_name: str) -> Server:
-        server = self.broker._servers.get(listener_name)  # noqa: SLF001 - listed above
+        server: Server | None = self.broker._servers.get(listener_name)
         if server is None:
             msg = f"Invalid listener name '{listener_name}'"
             raise BrokerError(msg)
         return server
 
     def _admit(
-        self, server: Server, transport: Transport, peer: tuple[str, int], ssl_object: object
+        self, server: Server, transport: Transport, peer: tuple[str, int], ssl_object: Any
     ) -> Connection:
         assert self.hub is not None
         guard = PluginGuard(self, server, peer, ssl_object)
@@ -407,7 +417,7 @@ class Seam:
         """A TCP or TLS client. Called by asyncio inside connection_made, before any byte is read:
         from here on the transport talks to our protocol."""
         del reader
-        transport = writer.transport
+        transport: Any = writer.transport
         peername = transport.get_extra_info("peername")
         try:
             server = self._server(listener_name)
@@ -435,12 +445,12 @@ class Seam:
             self.spawn(server.acquire_connection())
 
     async def _wait_for_turn(
-        self, server: Server, transport: asyncio.WriteTransport, connection: Connection
+        self, server: Server, transport: Transport, connection: Connection
     ) -> None:
         await server.acquire_connection()
         if not connection.closed:
             connection.heard = True
-            transport.resume_reading()  # type: ignore[attr-defined]
+            transport.resume_reading()
 
     async def _ws_connected(self, websocket: ServerConnection, listener_name: str) -> None:
         server = self._server(listener_name)
@@ -492,7 +502,7 @@ class Seam:
     async def _committed(self) -> None:
         assert self.hub is not None
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.hub.committer.after(lambda: done.done() or done.set_result(None))
+        self.hub.committer.after(partial(_set, done))
         await done
 
     def _create_offline_session(self, client_id: str) -> tuple[_HandlerView, SessionView]:
@@ -551,7 +561,7 @@ class Seam:
     async def permits(self, view: AmqttSession, topic: bytes, action: Action) -> bool:
         """Ask the topic plugins."""
         return bool(
-            await self.broker._topic_filtering(view, topic.decode(), action)  # noqa: SLF001
+            await self.broker._topic_filtering(view, topic.decode(), action)
         )
 
     async def _permits_will(self, will: Will, session: Session | None) -> bool:
@@ -564,7 +574,7 @@ class Seam:
 
     def listens(self, event: BrokerEvents | MQTTEvents) -> bool:
         """Whether some plugin has a handler for an event."""
-        callbacks = self.broker.plugins_manager._event_plugin_callbacks  # noqa: SLF001
+        callbacks = self.broker.plugins_manager._event_plugin_callbacks
         return bool(callbacks.get(event))
 
     def fire(self, event: BrokerEvents, **arguments: Any) -> None:
@@ -605,7 +615,7 @@ class Seam:
 
     def show_subscription(self, topic_filter: str, view: AmqttSession, qos: int) -> None:
         """Keep ``context.subscriptions`` true for connected clients."""
-        shown = self.broker._subscriptions.setdefault(topic_filter, [])  # noqa: SLF001
+        shown = self.broker._subscriptions.setdefault(topic_filter, [])
         for i, (session, _) in enumerate(shown):
             if session.client_id == view.client_id:
                 shown[i] = (view, qos)
@@ -614,7 +624,7 @@ class Seam:
 
     def hide_subscription(self, topic_filter: str, view: AmqttSession) -> None:
         """Undo ``show_subscription``."""
-        subscriptions = self.broker._subscriptions  # noqa: SLF001
+        subscriptions = self.broker._subscriptions
         shown = subscriptions.get(topic_filter)
         if shown is None:
             return
@@ -627,11 +637,16 @@ class Seam:
         topic = message.topic.decode()
         shown = RetainedApplicationMessage(None, topic, message.payload, message.qos)
         if message.payload:
-            self.broker._retained_messages[topic] = shown  # noqa: SLF001 - listed above
+            self.broker._retained_messages[topic] = shown
         else:
-            self.broker._retained_messages.pop(topic, None)  # noqa: SLF001 - listed above
+            self.broker._retained_messages.pop(topic, None)
         if not loaded:
             self.fire(BrokerEvents.RETAINED_MESSAGE, client_id=None, retained_message=shown)
+
+
+def _set(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def _ignoring_errors(awaitable: Awaitable[None]) -> None:

@@ -294,14 +294,11 @@ class Committer:
 
     def _take_apart(self, batch: _Open) -> None:
         """One operation is poison: apply the entries, then each operation by itself."""
-        steps = deque(
-            [([], op, done) for op, done in zip(batch.ops, batch.done, strict=True)]
+        parts: deque[tuple[list[Entry], Op | None, Done]] = deque(
+            ([], op, done) for op, done in zip(batch.ops, batch.done, strict=True)
         )
         if batch.entries:
-            first: tuple[list[Entry], Op | None, Done] = (batch.entries, None, lambda _: None)
-            parts: deque[tuple[list[Entry], Op | None, Done]] = deque([first, *steps])
-        else:
-            parts = deque(steps)
+            parts.appendleft((batch.entries, None, lambda _: None))
         batch.ops, batch.done, batch.retry = [], [], []
 
         def step(result: list[Outcome] | BaseException) -> None:
