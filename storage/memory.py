@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from storage.api import (
     HELD,
+    UNCLAIMED,
     Accept,
     Acquire,
     Acquired,
@@ -33,6 +34,7 @@ from storage.api import (
     DropWill,
     Entry,
     Expire,
+    Expired,
     FilterCount,
     LogState,
     Loss,
@@ -233,25 +235,28 @@ class MemoryStore:
     @_apply.register
     def _acquire(self, op: Acquire) -> Acquired:
         found = self._tables.consumers.get(op.client_id)
-        if found is not None and found.consumer.user != op.user:
+        if found is not None and found.consumer.user not in (op.user, UNCLAIMED):
             raise NotOwner(found.consumer.id)
+        dropped: tuple[bytes, ...] = ()
         if found is not None and op.clean:
+            dropped = _durable_filters(found)
             self._delete(found)
             found = None
         existed = found is not None
         if found is None and op.create:
             found = self._create(op)
         if found is None:
-            return Acquired(existed=False, snapshot=None, log=self._log())
+            return Acquired(existed=False, snapshot=None, log=self._log(), dropped=dropped)
         owned = replace(
             found.consumer,
+            user=op.user,
             incarnation=op.incarnation,
             expiry_s=op.expiry_s,
             version=op.version,
             detached_ms=0,
         )
         self._save(replace(found, consumer=owned))
-        return Acquired(existed, self._snapshot(op.client_id), self._log())
+        return Acquired(existed, self._snapshot(op.client_id), self._log(), dropped)
 
     def _create(self, op: Acquire) -> Snapshot:
         ends = self._tables.ends
@@ -339,7 +344,7 @@ class MemoryStore:
         self._delete(self._owned(op.consumer_id, op.incarnation))
 
     @_apply.register
-    def _expire(self, op: Expire) -> tuple[bytes, ...]:
+    def _expire(self, op: Expire) -> tuple[Expired, ...]:
         over = sorted(
             (
                 (deadline_ms, snapshot.consumer.id, snapshot)
@@ -351,7 +356,10 @@ class MemoryStore:
         )[: op.limit]
         for _, _, snapshot in over:
             self._delete(snapshot)
-        return tuple(snapshot.consumer.client_id for _, _, snapshot in over)
+        return tuple(
+            Expired(snapshot.consumer.client_id, _durable_filters(snapshot))
+            for _, _, snapshot in over
+        )
 
     @_apply.register
     def _retain(self, op: Retain) -> None:
@@ -583,6 +591,10 @@ def _wrong_in(snapshot: Snapshot, next_consumer: int) -> Iterator[str]:
 
 def _durable(snapshot: Snapshot) -> list[Subscription]:
     return [sub for sub in snapshot.subscriptions if sub.qos > 0]
+
+
+def _durable_filters(snapshot: Snapshot) -> tuple[bytes, ...]:
+    return tuple(sub.filter for sub in _durable(snapshot))
 
 
 def _before_unsettled(snapshot: Snapshot) -> list[int]:

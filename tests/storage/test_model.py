@@ -34,6 +34,7 @@ from storage.api import (
     HELD,
     RECEIVED,
     SENT,
+    UNCLAIMED,
     Acquire,
     Acquired,
     Advance,
@@ -46,6 +47,7 @@ from storage.api import (
     DropWill,
     Entry,
     Expire,
+    Expired,
     Prune,
     Pruned,
     Retain,
@@ -78,7 +80,7 @@ OTHERS: Final = {name: make for name, make in BACKENDS.items() if name != "memor
 
 LONG: Final = b"n" * 600
 CLIENTS: Final = (b"one", b"two", b"One", LONG, LONG + b"x")
-USERS: Final = (b"", b"ann")
+USERS: Final = (b"", b"ann", UNCLAIMED)
 TOPICS: Final = (b"a", b"a/b", b"a/c", b"b", b"b/c/d", b"$x/a", LONG, LONG + b"x", b"\xc3\xa4")
 FILTERS: Final = (*TOPICS, b"#", b"+", b"a/#", b"+/b", b"b/+/d", b"$x/#", b"nobody/+")
 INCARNATIONS: Final = tuple(bytes([n]) * 16 for n in range(1, 9))
@@ -468,7 +470,14 @@ def _told(outcome: Outcome) -> object:
     """An outcome in a form that compares."""
     if isinstance(outcome, Acquired):
         snapshot = outcome.snapshot
-        return outcome.existed, snapshot and _anonymous(snapshot), _ends(outcome.log)
+        return (
+            outcome.existed,
+            snapshot and _anonymous(snapshot),
+            _ends(outcome.log),
+            sorted(outcome.dropped),
+        )
+    if isinstance(outcome, tuple) and outcome and isinstance(outcome[0], Expired):
+        return [(gone.client_id, sorted(gone.filters)) for gone in outcome]
     return outcome
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from storage.api import (
+    UNCLAIMED,
     Acquire,
     Acquired,
     Advance,
@@ -17,6 +18,7 @@ from storage.api import (
     Detach,
     Discard,
     Expire,
+    Expired,
     Retain,
     StoreWill,
     Subscribe,
@@ -49,6 +51,13 @@ async def fill(db: Database, consumer: Consumer) -> None:
         ),
     ]
     assert await db.write(*ops) == [None, None]
+
+
+async def expired(db: Database, now_ms: int, *, limit: int = 10) -> set[bytes]:
+    """Expire, and the client ids that are gone."""
+    outcome = await db.do(Expire(now_ms, limit))
+    assert all(isinstance(gone, Expired) for gone in outcome)
+    return {gone.client_id for gone in outcome}
 
 
 # --------------------------------------------------------------------------------- Acquire
@@ -93,6 +102,7 @@ async def test_acquire_of_a_record_that_is_there_gives_all_of_it_to_the_new_owne
     assert acquired.snapshot is not None
     after = in_order(acquired.snapshot)
     assert after == await db.snapshot()
+    assert acquired.dropped == ()
     assert (after.subscriptions, after.claims) == (before.subscriptions, before.claims)
     assert (after.held, after.inbound) == (before.held, before.inbound)
     assert (after.consumer.incarnation, after.consumer.version) == (B, 5)
@@ -107,7 +117,7 @@ async def test_acquire_attaches_a_record_that_was_detached(db: Database) -> None
     await db.do(Detach(consumer.id, A, NOW_MS))
     snapshot = await db.acquire(incarnation=B, expiry_s=1)
     assert snapshot.consumer.detached_ms == 0
-    assert await db.do(Expire(NOW_MS + 10_000_000, 10)) == ()
+    assert await expired(db, NOW_MS + 10_000_000) == set()
 
 
 async def test_a_clean_acquire_starts_with_nothing(db: Database) -> None:
@@ -117,6 +127,7 @@ async def test_a_clean_acquire_starts_with_nothing(db: Database) -> None:
     acquired = await db.do(Acquire(b"dev", B, b"", NOW_MS + 1, clean=True))
     assert isinstance(acquired, Acquired)
     assert not acquired.existed
+    assert sorted(acquired.dropped) == [b"a/#", b"b"], "that of QoS 0 did not count"
     assert acquired.snapshot is not None
     assert acquired.snapshot == await db.snapshot()
     consumer = acquired.snapshot.consumer
@@ -133,7 +144,10 @@ async def test_a_clean_acquire_starts_with_nothing(db: Database) -> None:
 async def test_a_clean_acquire_without_create_leaves_nothing(db: Database) -> None:
     await fill(db, (await db.acquire()).consumer)
     acquired = await db.do(Acquire(b"dev", B, b"", NOW_MS, clean=True, create=False))
-    assert acquired == Acquired(existed=False, snapshot=None, log=await db.store.log())
+    assert isinstance(acquired, Acquired)
+    assert (acquired.existed, acquired.snapshot) == (False, None)
+    assert acquired.log == await db.store.log()
+    assert sorted(acquired.dropped) == [b"a/#", b"b"]
     assert await db.store.snapshot(b"dev") is None
     assert await db.store.consumers() == []
     assert counts(await db.reopen()) == {}
@@ -170,6 +184,31 @@ async def test_an_anonymous_record_is_not_for_a_user_with_a_name(db: Database) -
     consumer = (await db.acquire(user=b"")).consumer
     assert await db.do(Acquire(b"dev", B, b"ann", NOW_MS)) == NotOwner(consumer.id)
     assert (await db.snapshot()).consumer.incarnation == A
+
+
+@pytest.mark.parametrize("clean", [False, True])
+async def test_a_record_that_nobody_has_claimed_belongs_to_the_first_who_comes(
+    db: Database, *, clean: bool
+) -> None:
+    consumer = (await db.acquire(user=UNCLAIMED)).consumer
+    assert consumer.user == UNCLAIMED
+    await fill(db, consumer)
+    acquired = await db.do(Acquire(b"dev", B, b"ann", NOW_MS, clean=clean))
+    assert isinstance(acquired, Acquired)
+    assert acquired.existed is not clean
+    snapshot = await db.snapshot()
+    assert snapshot.consumer.user == b"ann"
+    assert len(snapshot.subscriptions) == (0 if clean else 3)
+    for user in (b"bob", b"", UNCLAIMED):
+        assert await db.do(Acquire(b"dev", C, user, NOW_MS)) == NotOwner(snapshot.consumer.id)
+    await db.reopen()
+    assert (await db.acquire(user=b"ann")).consumer.user == b"ann"
+
+
+async def test_an_anonymous_user_may_claim_what_nobody_has_claimed(db: Database) -> None:
+    await db.acquire(user=UNCLAIMED)
+    consumer = (await db.acquire(user=b"")).consumer
+    assert await db.do(Acquire(b"dev", B, UNCLAIMED, NOW_MS)) == NotOwner(consumer.id)
 
 
 @pytest.mark.case("HK-11")
@@ -285,7 +324,7 @@ async def test_an_expired_consumer_goes_with_everything_it_has(db: Database) -> 
     consumer = (await db.acquire(expiry_s=60)).consumer
     await fill(db, consumer)
     await db.do(Detach(consumer.id, A, NOW_MS))
-    assert await db.do(Expire(NOW_MS + 60_000, 10)) == (b"dev",)
+    assert await expired(db, NOW_MS + 60_000) == {b"dev"}
     assert await db.dump() == empty
     assert await db.do(Advance(consumer.id, A, received=[1])) == Fenced(consumer.id)
     acquired = await db.do(Acquire(b"dev", B, b"other", NOW_MS))
@@ -299,9 +338,9 @@ async def test_the_deadline_counts_from_detach_and_holds_over_a_restart(db: Data
     await db.do(Detach(consumer.id, A, NOW_MS))
     await db.reopen(NOW_MS + 50_000)
     assert (await db.snapshot()).consumer.detached_ms == NOW_MS
-    assert await db.do(Expire(NOW_MS + 59_999, 10)) == ()
+    assert await expired(db, NOW_MS + 59_999) == set()
     await db.reopen(NOW_MS + 59_999)
-    assert await db.do(Expire(NOW_MS + 60_000, 10)) == (b"dev",)
+    assert await expired(db, NOW_MS + 60_000) == {b"dev"}
 
 
 @pytest.mark.case("HK-14")
@@ -311,23 +350,35 @@ async def test_an_owner_that_died_with_the_broker_is_detached_when_it_opens_agai
     await db.acquire(expiry_s=60)
     await db.reopen(NOW_MS + 5000)
     assert (await db.snapshot()).consumer.detached_ms == NOW_MS + 5000
-    assert await db.do(Expire(NOW_MS + 64_999, 10)) == ()
-    assert await db.do(Expire(NOW_MS + 65_000, 10)) == (b"dev",)
+    assert await expired(db, NOW_MS + 64_999) == set()
+    assert await expired(db, NOW_MS + 65_000) == {b"dev"}
+
+
+async def test_expire_says_which_durable_filters_went(db: Database) -> None:
+    for name in (b"one", b"two"):
+        consumer = (await db.acquire(name, expiry_s=0)).consumer
+        await fill(db, consumer)
+        await db.do(Detach(consumer.id, A, NOW_MS))
+    outcome = await db.do(Expire(NOW_MS, 10))
+    assert {gone.client_id: sorted(gone.filters) for gone in outcome} == {
+        b"one": [b"a/#", b"b"],
+        b"two": [b"a/#", b"b"],
+    }
 
 
 async def test_a_session_expiry_of_zero_is_over_when_it_is_detached(db: Database) -> None:
     consumer = (await db.acquire(expiry_s=0)).consumer
     await db.do(Detach(consumer.id, A, NOW_MS))
-    assert await db.do(Expire(NOW_MS - 1, 10)) == ()
-    assert await db.do(Expire(NOW_MS, 10)) == (b"dev",)
+    assert await expired(db, NOW_MS - 1) == set()
+    assert await expired(db, NOW_MS) == {b"dev"}
 
 
 async def test_the_longest_expiry_of_mqtt_does_not_overflow(db: Database) -> None:
     consumer = (await db.acquire(expiry_s=4_294_967_295)).consumer
     await db.do(Detach(consumer.id, A, NOW_MS))
     deadline_ms = NOW_MS + 4_294_967_295 * 1000
-    assert await db.do(Expire(deadline_ms - 1, 10)) == ()
-    assert await db.do(Expire(deadline_ms, 10)) == (b"dev",)
+    assert await expired(db, deadline_ms - 1) == set()
+    assert await expired(db, deadline_ms) == {b"dev"}
 
 
 async def test_neither_an_attached_owner_nor_one_without_expiry_ever_expires(
@@ -336,7 +387,7 @@ async def test_neither_an_attached_owner_nor_one_without_expiry_ever_expires(
     forever = (await db.acquire(b"forever", expiry_s=None)).consumer
     await db.do(Detach(forever.id, A, NOW_MS))
     await db.acquire(b"attached", expiry_s=0)
-    assert await db.do(Expire(1 << 60, 10)) == ()
+    assert await expired(db, 1 << 60) == set()
 
 
 async def test_a_new_expiry_replaces_the_deadline(db: Database) -> None:
@@ -346,9 +397,9 @@ async def test_a_new_expiry_replaces_the_deadline(db: Database) -> None:
         await db.do(Detach(consumer_id, A, NOW_MS))
         op = Detach(consumer_id, A, NOW_MS, expiry_s=expiry_s, keep_expiry=False)
         await db.do(op)
-    assert set(await db.do(Expire(NOW_MS + 9_999, 10))) == {b"never-was"}
-    assert set(await db.do(Expire(NOW_MS + 60_000, 10))) == {b"shorter"}
-    assert set(await db.do(Expire(NOW_MS + 1_000_000, 10))) == {b"longer"}
+    assert await expired(db, NOW_MS + 9_999) == {b"never-was"}
+    assert await expired(db, NOW_MS + 60_000) == {b"shorter"}
+    assert await expired(db, NOW_MS + 1_000_000) == {b"longer"}
     assert (await db.snapshot(b"forever")).consumer.expiry_s is None
 
 
@@ -359,9 +410,9 @@ async def test_expire_deletes_no_more_than_its_limit(db: Database) -> None:
         await db.do(Detach(consumer.id, A, NOW_MS))
     gone: set[bytes] = set()
     for expected in (3, 3, 1, 0):
-        expired = await db.do(Expire(NOW_MS + 1000, 3))
-        assert len(expired) == expected
-        gone |= set(expired)
+        names_gone = await expired(db, NOW_MS + 1000, limit=3)
+        assert len(names_gone) == expected
+        gone |= names_gone
         left = {consumer.client_id for consumer in await db.store.consumers()}
         assert left == names - gone
 

@@ -155,7 +155,8 @@ async def test_the_end_of_a_consumer_counts_down(db: Database) -> None:
     await db.do(Discard(discarded.id, A))
     assert await filters(db) == {b"a": 3, b"c": 1, b"d": 1}
     await db.do(Detach(expired.id, A, NOW_MS, expiry_s=0, keep_expiry=False))
-    assert await db.do(Expire(NOW_MS, 10)) == (b"expired",)
+    (gone,) = await db.do(Expire(NOW_MS, 10))
+    assert (gone.client_id, sorted(gone.filters)) == (b"expired", [b"a", b"c"])
     assert await filters(db) == {b"a": 2, b"d": 1}
     await db.acquire(b"cleaned", B, clean=True)
     assert await filters(db) == {b"a": 1}
