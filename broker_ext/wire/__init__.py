@@ -4,10 +4,15 @@ Reading: one `Decoder` for each connection, `feed` it what arrived, look at `err
 call. Writing: `encode` any packet, or put the common ones together from the pieces beside it.
 """
 
-from broker_ext.wire.decoder import PACKET_BYTES_MAX, PACKET_BYTES_MIN, VERSIONS, Decoder
+from broker_ext.wire.decoder import (
+    PACKET_BYTES_MAX,
+    PACKET_BYTES_MIN,
+    VERSIONS,
+    VERSIONS_ALL,
+    Decoder,
+)
 from broker_ext.wire.encoder import (
     DISCONNECT,
-    PACKET_ID,
     PINGREQ,
     PINGRESP,
     PUBACK_HEAD,
@@ -18,7 +23,6 @@ from broker_ext.wire.encoder import (
     connack,
     encode,
     publish_head,
-    variable_length,
 )
 from broker_ext.wire.errors import (
     MalformedPacket,
@@ -27,6 +31,7 @@ from broker_ext.wire.errors import (
     WireError,
 )
 from broker_ext.wire.names import TopicNames, check_topic, valid_filter
+from broker_ext.wire.numbers import PACKET_ID, variable_length
 from broker_ext.wire.packets import (
     Auth,
     Connack,
@@ -47,21 +52,33 @@ from broker_ext.wire.packets import (
     Unsuback,
     Unsubscribe,
 )
-from broker_ext.wire.properties import Properties, PropertyValue
+from broker_ext.wire.properties import (
+    PROPERTIES,
+    Properties,
+    PropertyValue,
+    encode_properties,
+    properties_field,
+    read_forwarded,
+)
+from broker_ext.wire.reasons import CONNACK_CODES, REASONS, valid_reason
 
 __all__ = [
+    "CONNACK_CODES",
     "DISCONNECT",
     "PACKET_BYTES_MAX",
     "PACKET_BYTES_MIN",
     "PACKET_ID",
     "PINGREQ",
     "PINGRESP",
+    "PROPERTIES",
     "PUBACK_HEAD",
     "PUBCOMP_HEAD",
     "PUBREC_HEAD",
     "PUBREL_HEAD",
+    "REASONS",
     "UNSUBACK_HEAD",
     "VERSIONS",
+    "VERSIONS_ALL",
     "Auth",
     "Connack",
     "Connect",
@@ -91,7 +108,11 @@ __all__ = [
     "check_topic",
     "connack",
     "encode",
+    "encode_properties",
+    "properties_field",
     "publish_head",
+    "read_forwarded",
     "valid_filter",
+    "valid_reason",
     "variable_length",
 ]

@@ -8,20 +8,31 @@ Rule 2. A body has exactly its fields: one that is cut short or goes on is malfo
 """
 
 from collections.abc import Callable
-from typing import Final
+from typing import Final, TypeVar
 
-from broker_ext.wire.errors import (
-    CLIENT_ID_NOT_VALID,
-    MALFORMED,
-    PROTOCOL_ERROR,
-    TOPIC_FILTER_INVALID,
-    UNSUPPORTED_PROTOCOL_VERSION,
-    MalformedPacket,
-    UnsupportedVersion,
-)
+from broker_ext.wire.errors import MalformedPacket, UnsupportedVersion
 from broker_ext.wire.fields import Fields
+from broker_ext.wire.kinds import (
+    AUTH,
+    CONNACK,
+    CONNECT,
+    DISCONNECT,
+    PINGREQ,
+    PINGRESP,
+    PUBACK,
+    PUBCOMP,
+    PUBLISH,
+    PUBREC,
+    PUBREL,
+    SUBACK,
+    SUBSCRIBE,
+    UNSUBACK,
+    UNSUBSCRIBE,
+    WILL,
+)
 from broker_ext.wire.names import TopicNames, check_text, check_topic
 from broker_ext.wire.packets import (
+    Auth,
     Connack,
     Connect,
     ConnectWill,
@@ -40,23 +51,35 @@ from broker_ext.wire.packets import (
     Unsuback,
     Unsubscribe,
 )
+from broker_ext.wire.properties import SUBSCRIPTION_ID, TOPIC_ALIAS, Properties, read_properties
+from broker_ext.wire.reasons import (
+    CLIENT_ID_NOT_VALID,
+    MALFORMED,
+    PROTOCOL_ERROR,
+    TOPIC_FILTER_INVALID,
+    UNSUPPORTED_PROTOCOL_VERSION,
+    valid_reason,
+)
 
-CONNECT: Final = 1
-PUBLISH: Final = 3
+_BOTH_WAYS: Final = frozenset({PUBLISH, PUBACK, PUBREC, PUBREL, PUBCOMP})
+_FROM_CLIENT: Final = _BOTH_WAYS | {CONNECT, SUBSCRIBE, UNSUBSCRIBE, PINGREQ, DISCONNECT}
+_FROM_SERVER: Final = _BOTH_WAYS | {CONNACK, SUBACK, UNSUBACK, PINGRESP}
 
-FROM_CLIENT: Final = frozenset({1, 3, 4, 5, 6, 7, 8, 10, 12, 14})
-"""Packet types that a server may receive."""
-
-FROM_SERVER: Final = frozenset({2, 3, 4, 5, 6, 7, 9, 11, 13})
-"""Packet types that a client may receive."""
+# Packet types that one side may receive, by (server, MQTT 5).
+_RECEIVED: Final[dict[tuple[bool, bool], frozenset[int]]] = {
+    (True, False): _FROM_CLIENT,
+    (True, True): _FROM_CLIENT | {AUTH},
+    (False, False): _FROM_SERVER,
+    (False, True): _FROM_SERVER | {AUTH, DISCONNECT},
+}
 
 # Fixed header flags other than 0, and the statement that says so [MQTT-2.2.2-2].
 _FLAGS: Final = {
-    6: (2, "MQTT-3.6.1-1"),
-    8: (2, "MQTT-3.8.1-1"),
-    10: (2, "MQTT-3.10.1-1"),
+    PUBREL: (2, "MQTT-3.6.1-1"),
+    SUBSCRIBE: (2, "MQTT-3.8.1-1"),
+    UNSUBSCRIBE: (2, "MQTT-3.10.1-1"),
 }
-# MQTT 3.1 let these three be repeated with DUP = 1.
+# MQTT 3.1 let these three be sent again with DUP = 1.
 _FLAGS_REPEATED: Final = 2 | 8
 
 
@@ -64,10 +87,10 @@ def check_header(first: int, version: int, *, server: bool) -> None:
     """Refuse a first byte that no packet for this side starts with. version: 3, 4 or 5."""
     kind = first >> 4
     flags = first & 15
-    if kind in (0, 15):
+    if not kind or (kind == AUTH and version < 5):
         what = f"packet type {kind} is reserved"
         raise MalformedPacket(MALFORMED, "MQTT-4.8.0-1", what)
-    if kind not in (FROM_CLIENT if server else FROM_SERVER):
+    if kind not in _RECEIVED[server, version == 5]:
         what = f"packet type {kind} does not travel in this direction"
         raise MalformedPacket(PROTOCOL_ERROR, "MQTT-4.8.0-1", what)
     if kind == PUBLISH:
@@ -83,12 +106,17 @@ def check_header(first: int, version: int, *, server: bool) -> None:
     raise MalformedPacket(MALFORMED, clause, what)
 
 
-def read_packet(first: int, body: bytes, version: int, names: TopicNames) -> Packet:
+def read_packet(
+    first: int, body: bytes, version: int, names: TopicNames, *, server: bool = True
+) -> Packet:
     """Return the packet whose first byte (checked) and body these are. Raises MalformedPacket."""
     fields = Fields(body)
     kind = first >> 4
     if kind == PUBLISH:
-        return _publish(first & 15, fields, names)
+        publish = _publish(first & 15, fields, version, names)
+        if publish.properties is not None and server:
+            _check_from_client(publish.properties)
+        return publish
     packet = _READERS[kind](fields, version)
     fields.end()
     return packet
@@ -115,6 +143,7 @@ def _connect(fields: Fields, version: int) -> Connect:
     flags = fields.byte()
     _check_connect_flags(flags, version)
     keep_alive_s = fields.two()
+    properties = read_properties(fields, CONNECT) if version == 5 else None
     client_id = fields.binary()
     try:
         check_text(client_id)  # [MQTT-3.1.3-4]
@@ -122,13 +151,16 @@ def _connect(fields: Fields, version: int) -> Connect:
         raise MalformedPacket(CLIENT_ID_NOT_VALID, error.clause, error.what) from None
     will = None
     if flags & 4:
+        will_properties = read_properties(fields, WILL) if version == 5 else None
         topic = fields.binary()
         check_topic(topic)  # [MQTT-3.1.3-10]; it will be the topic of a PUBLISH
         payload = fields.binary()
-        will = ConnectWill(topic, payload, flags >> 3 & 3, flags & 32 == 32)
+        will = ConnectWill(topic, payload, flags >> 3 & 3, flags & 32 == 32, will_properties)
     username = fields.text() if flags & 128 else None  # [MQTT-3.1.3-11]
     password = fields.binary() if flags & 64 else None
-    return Connect(version, client_id, flags & 2 == 2, keep_alive_s, username, password, will, None)
+    return Connect(
+        version, client_id, flags & 2 == 2, keep_alive_s, username, password, will, properties
+    )
 
 
 def _check_connect_flags(flags: int, version: int) -> None:
@@ -145,40 +177,61 @@ def _check_connect_flags(flags: int, version: int) -> None:
         raise MalformedPacket(MALFORMED, "MQTT-3.1.2-22", "a password without a user name")
 
 
-def _connack(fields: Fields, _version: int) -> Connack:
+def _check_reason(kind: int, reason: int, version: int, clause: str) -> None:
+    if not valid_reason(kind, reason, version):
+        what = f"packet type {kind} has no reason code 0x{reason:02X}"
+        raise MalformedPacket(PROTOCOL_ERROR if version == 5 else MALFORMED, clause, what)
+
+
+def _connack(fields: Fields, version: int) -> Connack:
     flags = fields.byte()
     reason = fields.byte()
     if flags & 254:
         raise MalformedPacket(MALFORMED, "MQTT-4.8.0-1", "reserved CONNACK flags are set")
-    if reason > 5:
-        what = f"CONNACK return code {reason} is reserved"
-        raise MalformedPacket(MALFORMED, "MQTT-4.8.0-1", what)
+    _check_reason(CONNACK, reason, version, "MQTT5-3.2.2-8" if version == 5 else "MQTT-4.8.0-1")
     if flags and reason:
         what = "a session is present in a refused connection"
         raise MalformedPacket(PROTOCOL_ERROR, "MQTT-3.2.2-4", what)
-    return Connack(flags == 1, reason, None)
+    properties = read_properties(fields, CONNACK) if version == 5 else None
+    return Connack(flags == 1, reason, properties)
 
 
-def _publish(flags: int, fields: Fields, names: TopicNames) -> Publish:
-    topic = names.admit(fields.binary())
+def _publish(flags: int, fields: Fields, version: int, names: TopicNames) -> Publish:
+    topic = fields.binary()
+    if topic or version < 5:
+        topic = names.admit(topic)
     packet_id = fields.packet_id() if flags & 6 else 0
-    return Publish(flags, topic, packet_id, fields.rest(), None)
+    properties = read_properties(fields, PUBLISH) if version == 5 else None
+    if not topic and (properties is None or properties.get(TOPIC_ALIAS) is None):
+        what = "neither a topic name nor a topic alias"
+        raise MalformedPacket(PROTOCOL_ERROR, "MQTT5-3.3.2.1", what)
+    return Publish(flags, topic, packet_id, fields.rest(), properties)
 
 
-def _puback(fields: Fields, _version: int) -> Puback:
-    return Puback(fields.packet_id())
+def _check_from_client(properties: Properties) -> None:
+    if properties.get(SUBSCRIPTION_ID) is not None:
+        what = "a client sent a Subscription Identifier with a message"
+        raise MalformedPacket(PROTOCOL_ERROR, "MQTT5-3.3.4-6", what)
 
 
-def _pubrec(fields: Fields, _version: int) -> Pubrec:
-    return Pubrec(fields.packet_id())
+_Acknowledgement = TypeVar("_Acknowledgement", Puback, Pubrec, Pubrel, Pubcomp)
 
 
-def _pubrel(fields: Fields, _version: int) -> Pubrel:
-    return Pubrel(fields.packet_id())
+def _acknowledgement(
+    cls: type[_Acknowledgement], kind: int, clause: str
+) -> Callable[[Fields, int], _Acknowledgement]:
+    """Return the reader of one of the four acknowledgements, which are alike."""
 
+    def read(fields: Fields, version: int) -> _Acknowledgement:
+        packet_id = fields.packet_id()
+        if version < 5 or not fields:
+            return cls(packet_id, 0, None)
+        reason = fields.byte()
+        _check_reason(kind, reason, version, clause)
+        properties = read_properties(fields, kind) if fields else None
+        return cls(packet_id, reason, properties)
 
-def _pubcomp(fields: Fields, _version: int) -> Pubcomp:
-    return Pubcomp(fields.packet_id())
+    return read
 
 
 def _filter(fields: Fields) -> bytes:
@@ -188,47 +241,77 @@ def _filter(fields: Fields) -> bytes:
     return text
 
 
-def _subscribe(fields: Fields, _version: int) -> Subscribe:
+def _subscribe(fields: Fields, version: int) -> Subscribe:
     packet_id = fields.packet_id()
+    properties = read_properties(fields, SUBSCRIBE) if version == 5 else None
     filters = []
     while fields:
         topic_filter = _filter(fields)
         options = fields.byte()
-        if options > 2:
+        if version == 5:
+            _check_options(topic_filter, options)
+        elif options > 2:
             what = "reserved bits of a requested QoS are set"
             raise MalformedPacket(MALFORMED, "MQTT-3.8.3-4", what)
         filters.append(SubscribeFilter(topic_filter, options))
     if not filters:
         what = "a SUBSCRIBE without a filter"
         raise MalformedPacket(PROTOCOL_ERROR, "MQTT-3.8.3-3", what)
-    return Subscribe(packet_id, tuple(filters), None)
+    return Subscribe(packet_id, tuple(filters), properties)
 
 
-def _suback(fields: Fields, _version: int) -> Suback:
+def _check_options(topic_filter: bytes, options: int) -> None:
+    """Check the Subscription Options of MQTT 5: QoS 0..1, No Local 2, RAP 3, retain 4..5."""
+    if options & 0xC0:
+        what = "reserved Subscription Options are set"
+        raise MalformedPacket(MALFORMED, "MQTT5-3.8.3-5", what)
+    if options & 3 == 3:
+        what = "a requested QoS is 3"
+        raise MalformedPacket(PROTOCOL_ERROR, "MQTT5-3.8.3.1", what)
+    if options & 0x30 == 0x30:
+        what = "Retain Handling is 3"
+        raise MalformedPacket(PROTOCOL_ERROR, "MQTT5-3.8.3.1", what)
+    if options & 4 and topic_filter.startswith(b"$share/"):
+        what = "No Local on a shared subscription"
+        raise MalformedPacket(PROTOCOL_ERROR, "MQTT5-3.8.3-4", what)
+
+
+def _suback(fields: Fields, version: int) -> Suback:
     packet_id = fields.packet_id()
+    properties = read_properties(fields, SUBACK) if version == 5 else None
     reasons = fields.rest()
     if not reasons:
-        what = "a SUBACK without a return code"
+        what = "a SUBACK without a reason code"
         raise MalformedPacket(PROTOCOL_ERROR, "MQTT-3.8.4-5", what)
-    if any(reason not in (0, 1, 2, 128) for reason in reasons):
-        what = "a SUBACK return code is reserved"
-        raise MalformedPacket(MALFORMED, "MQTT-3.9.3-2", what)
-    return Suback(packet_id, reasons, None)
+    for reason in reasons:
+        _check_reason(SUBACK, reason, version, "MQTT-3.9.3-2")
+    return Suback(packet_id, reasons, properties)
 
 
-def _unsubscribe(fields: Fields, _version: int) -> Unsubscribe:
+def _unsubscribe(fields: Fields, version: int) -> Unsubscribe:
     packet_id = fields.packet_id()
+    properties = read_properties(fields, UNSUBSCRIBE) if version == 5 else None
     filters = []
     while fields:
         filters.append(_filter(fields))
     if not filters:
         what = "an UNSUBSCRIBE without a filter"
         raise MalformedPacket(PROTOCOL_ERROR, "MQTT-3.10.3-2", what)
-    return Unsubscribe(packet_id, tuple(filters), None)
+    return Unsubscribe(packet_id, tuple(filters), properties)
 
 
-def _unsuback(fields: Fields, _version: int) -> Unsuback:
-    return Unsuback(fields.packet_id(), b"", None)
+def _unsuback(fields: Fields, version: int) -> Unsuback:
+    packet_id = fields.packet_id()
+    if version < 5:
+        return Unsuback(packet_id, b"", None)
+    properties = read_properties(fields, UNSUBACK)
+    reasons = fields.rest()
+    if not reasons:
+        what = "an UNSUBACK without a reason code"
+        raise MalformedPacket(PROTOCOL_ERROR, "MQTT5-3.11.3-1", what)
+    for reason in reasons:
+        _check_reason(UNSUBACK, reason, version, "MQTT5-3.11.3-2")
+    return Unsuback(packet_id, reasons, properties)
 
 
 def _pingreq(_fields: Fields, _version: int) -> Pingreq:
@@ -239,21 +322,36 @@ def _pingresp(_fields: Fields, _version: int) -> Pingresp:
     return Pingresp()
 
 
-def _disconnect(_fields: Fields, _version: int) -> Disconnect:
-    return Disconnect(0, None)
+def _disconnect(fields: Fields, version: int) -> Disconnect:
+    if version < 5 or not fields:
+        return Disconnect(0, None)
+    reason = fields.byte()
+    _check_reason(DISCONNECT, reason, version, "MQTT5-3.14.2-1")
+    properties = read_properties(fields, DISCONNECT) if fields else None
+    return Disconnect(reason, properties)
+
+
+def _auth(fields: Fields, version: int) -> Auth:
+    if not fields:
+        return Auth(0, None)
+    reason = fields.byte()
+    _check_reason(AUTH, reason, version, "MQTT5-3.15.2-1")
+    # only both together may be left out, unlike in DISCONNECT
+    return Auth(reason, read_properties(fields, AUTH))
 
 
 _READERS: Final[dict[int, Callable[[Fields, int], Packet]]] = {
-    2: _connack,
-    4: _puback,
-    5: _pubrec,
-    6: _pubrel,
-    7: _pubcomp,
-    8: _subscribe,
-    9: _suback,
-    10: _unsubscribe,
-    11: _unsuback,
-    12: _pingreq,
-    13: _pingresp,
-    14: _disconnect,
+    CONNACK: _connack,
+    PUBACK: _acknowledgement(Puback, PUBACK, "MQTT5-3.4.2-1"),
+    PUBREC: _acknowledgement(Pubrec, PUBREC, "MQTT5-3.5.2-1"),
+    PUBREL: _acknowledgement(Pubrel, PUBREL, "MQTT5-3.6.2-1"),
+    PUBCOMP: _acknowledgement(Pubcomp, PUBCOMP, "MQTT5-3.7.2-1"),
+    SUBSCRIBE: _subscribe,
+    SUBACK: _suback,
+    UNSUBSCRIBE: _unsubscribe,
+    UNSUBACK: _unsuback,
+    PINGREQ: _pingreq,
+    PINGRESP: _pingresp,
+    DISCONNECT: _disconnect,
+    AUTH: _auth,
 }

@@ -8,18 +8,13 @@ Rule 4. Buffering costs time and memory linear in what was received, however it 
 
 from typing import Final
 
-from broker_ext.wire.bodies import CONNECT, check_header, read_connect, read_packet
-from broker_ext.wire.errors import (
-    MALFORMED,
-    PACKET_TOO_LARGE,
-    PROTOCOL_ERROR,
-    MalformedPacket,
-)
+from broker_ext.wire.bodies import check_header, read_connect, read_packet
+from broker_ext.wire.errors import MalformedPacket
+from broker_ext.wire.kinds import CONNECT
 from broker_ext.wire.names import TopicNames
+from broker_ext.wire.numbers import REMAINING_BYTES_MAX
 from broker_ext.wire.packets import Packet, Puback, Pubcomp, Publish, Pubrec, Pubrel
-
-REMAINING_BYTES_MAX: Final = 268_435_455
-"""The largest Remaining Length that four bytes can say."""
+from broker_ext.wire.reasons import MALFORMED, PACKET_TOO_LARGE, PROTOCOL_ERROR
 
 PACKET_BYTES_MAX: Final = REMAINING_BYTES_MAX + 5
 """A whole packet with the largest Remaining Length and its fixed header."""
@@ -28,7 +23,10 @@ PACKET_BYTES_MIN: Final = 2 + 127
 """No limit can be lower: the length of such a packet takes one byte, and is not compared."""
 
 VERSIONS: Final = frozenset({3, 4})
-"""Protocol levels that are accepted unless said otherwise: MQTT 3.1 and 3.1.1."""
+"""Protocol levels that a CONNECT may ask for unless said otherwise: MQTT 3.1 and 3.1.1."""
+
+VERSIONS_ALL: Final = frozenset({3, 4, 5})
+"""Protocol levels that the codec can speak."""
 
 # Acknowledgements of one packet identifier, by first byte.
 _ACKS: Final[dict[int, type[Puback | Pubrec | Pubrel | Pubcomp]]] = {
@@ -72,6 +70,8 @@ class Decoder:
     ) -> None:
         if packet_bytes_max < PACKET_BYTES_MIN:
             raise ValueError(f"packet_bytes_max is below {PACKET_BYTES_MIN}")
+        if not versions <= VERSIONS_ALL or version not in (0, *VERSIONS_ALL):
+            raise ValueError(f"versions are {sorted(VERSIONS_ALL)}")
         self.error: MalformedPacket | None = None
         self.version = version if version or server else 4
         self._bytes_max = packet_bytes_max
@@ -127,6 +127,7 @@ class Decoder:
         known = self._names.known.get
         acks = _ACKS.get
         bytes_max = self._bytes_max
+        properties = self.version == 5  # then their length follows, and is 0 on this path
         end = len(data)
         while True:
             body = pos + 2
@@ -136,7 +137,7 @@ class Decoder:
             first = data[pos]
             length = data[pos + 1]
             if length > 127:
-                if body < end and data[body] < 128:  # two bytes: most packets above 127 bytes
+                if body < end and 0 < data[body] < 128:  # two bytes, as most packets above 127
                     length += (data[body] << 7) - 128
                     body += 1
                 else:
@@ -161,6 +162,11 @@ class Decoder:
                     if payload_at <= stop:
                         topic = known(data[topic_at:at])
                         packet_id = data[at] << 8 | data[at + 1]
+                        if properties:
+                            if payload_at < stop and not data[payload_at]:
+                                payload_at += 1
+                            else:
+                                topic = None
                         if topic is not None and packet_id:
                             append(
                                 new(
@@ -183,6 +189,11 @@ class Decoder:
                 at = topic_at + (data[body] << 8 | data[body + 1])
                 if at <= stop:
                     topic = known(data[topic_at:at])
+                    if properties:
+                        if at < stop and not data[at]:
+                            at += 1
+                        else:
+                            topic = None
                     if topic is not None:
                         append(new(Publish, (first & 15, topic, 0, data[at:stop], None)))
                         pos = stop
@@ -193,12 +204,16 @@ class Decoder:
     def _read_length(self, data: bytes, pos: int) -> tuple[int, int]:
         """Return the Remaining Length of the packet at `pos` and where its body begins.
 
-        (0, 0) while the length is not whole. Encodings longer than needed are allowed by 3.1.1.
+        (0, 0) while the length is not whole.
         """
         length = 0
         for index, byte in enumerate(data[pos + 1 : pos + 5]):
             length |= (byte & 127) << 7 * index
             if byte < 128:
+                if not byte and index and self.version == 5:
+                    # [MQTT5-1.5.5-1]; 3.1.1 does not ask for the shortest form
+                    what = "the Remaining Length is longer than it has to be"
+                    raise MalformedPacket(MALFORMED, "MQTT5-1.5.5-1", what)
                 return length, pos + 2 + index
             if index == 3:
                 what = "the Remaining Length is longer than four bytes"
@@ -215,7 +230,7 @@ class Decoder:
     def _read_one(self, first: int, body: bytes) -> Packet:
         """Read any packet of an established connection."""
         self._check_first(first)
-        return read_packet(first, body, self.version, self._names)
+        return read_packet(first, body, self.version, self._names, server=self._server)
 
     def _read_connect(self, data: bytes, packets: list[Packet]) -> int:
         """Read the packet that a client has to begin with; return how far `data` was read."""

@@ -6,10 +6,13 @@ between versions. Numbers that do not fit raise UnencodablePacket; strings are n
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
+from broker_ext.wire import kinds
 from broker_ext.wire.errors import UnencodablePacket
+from broker_ext.wire.numbers import BYTE, PACKET_ID, binary, byte, packet_id, two, variable_length
 from broker_ext.wire.packets import (
+    Auth,
     Connack,
     Connect,
     ConnectWill,
@@ -27,36 +30,23 @@ from broker_ext.wire.packets import (
     Unsuback,
     Unsubscribe,
 )
-
-PACKET_ID: Final[tuple[bytes, ...]] = tuple(number.to_bytes(2, "big") for number in range(65_536))
-"""Every two byte number, big-endian: an acknowledgement is `PUBACK_HEAD + PACKET_ID[id]`."""
+from broker_ext.wire.properties import Properties, encode_properties
+from broker_ext.wire.reasons import valid_reason
 
 PUBACK_HEAD: Final = b"\x40\x02"
 PUBREC_HEAD: Final = b"\x50\x02"
 PUBREL_HEAD: Final = b"\x62\x02"
 PUBCOMP_HEAD: Final = b"\x70\x02"
 UNSUBACK_HEAD: Final = b"\xb0\x02"
+"""Before MQTT 5; the four others are short forms of it too: reason 0 and no properties."""
+
 PINGREQ: Final = b"\xc0\x00"
 PINGRESP: Final = b"\xd0\x00"
 DISCONNECT: Final = b"\xe0\x00"
 
-_REMAINING_BYTES_MAX: Final = 268_435_455
-_SHORT: Final[tuple[bytes, ...]] = tuple(bytes((length,)) for length in range(128))
-_BYTE: Final[tuple[bytes, ...]] = tuple(bytes((number,)) for number in range(256))
+_NAMES: Final = {3: b"\x00\x06MQIsdp\x03", 4: b"\x00\x04MQTT\x04", 5: b"\x00\x04MQTT\x05"}
 
-
-def variable_length(number: int) -> bytes:
-    """Return a Variable Byte Integer, 0..268435455, as short as can be [MQTT5-1.5.5-1]."""
-    if not 0 <= number <= _REMAINING_BYTES_MAX:
-        raise UnencodablePacket(f"length {number} is out of range")
-    if number < 128:
-        return _SHORT[number]
-    encoded = bytearray()
-    while number > 127:
-        encoded.append(number & 127 | 128)
-        number >>= 7
-    encoded.append(number)
-    return bytes(encoded)
+_Acknowledgement: TypeAlias = Puback | Pubrec | Pubrel | Pubcomp
 
 
 def publish_head(first_byte: int, topic: bytes, body_bytes: int) -> bytes:
@@ -70,8 +60,8 @@ def publish_head(first_byte: int, topic: bytes, body_bytes: int) -> bytes:
     if topic_bytes > 65_535:
         raise UnencodablePacket("a topic is longer than 65535 bytes")
     if length < 128:
-        return _BYTE[first_byte] + _SHORT[length] + PACKET_ID[topic_bytes] + topic
-    return _BYTE[first_byte] + variable_length(length) + PACKET_ID[topic_bytes] + topic
+        return BYTE[first_byte] + BYTE[length] + PACKET_ID[topic_bytes] + topic
+    return BYTE[first_byte] + variable_length(length) + PACKET_ID[topic_bytes] + topic
 
 
 def connack(session_present: bool, reason: int = 0, version: int = 4) -> bytes:
@@ -85,60 +75,47 @@ def encode(packet: Packet, version: int = 4) -> bytes:
     version: that of the connection; a CONNECT carries its own.
     """
     encoder = _ENCODERS.get(type(packet))
-    if encoder is None:
+    if encoder is None or (version < 5 and encoder is _auth):
         raise UnencodablePacket(f"{type(packet).__name__} is no packet of version {version}")
     return encoder(packet, version)
 
 
 def _whole(first: int, *fields: bytes) -> bytes:
     body = b"".join(fields)
-    return _BYTE[first] + variable_length(len(body)) + body
+    return BYTE[first] + variable_length(len(body)) + body
 
 
-def _two(number: int) -> bytes:
-    if not 0 <= number <= 65_535:
-        raise UnencodablePacket(f"{number} does not fit into two bytes")
-    return PACKET_ID[number]
+def _properties(properties: Properties | None, kind: int, version: int) -> bytes:
+    return encode_properties(properties, kind) if version == 5 else b""
 
 
-def _byte(number: int) -> bytes:
-    if not 0 <= number <= 255:
-        raise UnencodablePacket(f"{number} does not fit into one byte")
-    return _BYTE[number]
-
-
-def _packet_id(packet_id: int) -> bytes:
-    if not 1 <= packet_id <= 65_535:
-        raise UnencodablePacket(f"{packet_id} is no packet identifier")
-    return PACKET_ID[packet_id]
-
-
-def _binary(data: bytes) -> bytes:
-    if len(data) > 65_535:
-        raise UnencodablePacket("a field is longer than 65535 bytes")
-    return PACKET_ID[len(data)] + data
+def _reason(kind: int, reason: int, version: int) -> bytes:
+    if not valid_reason(kind, reason, version):
+        raise UnencodablePacket(f"packet type {kind} has no reason code {reason}")
+    return BYTE[reason]
 
 
 def _connect(packet: Connect, _version: int) -> bytes:
     version = packet.version
-    name = {3: b"MQIsdp", 4: b"MQTT"}.get(version)
+    name = _NAMES.get(version)
     if name is None:
         raise UnencodablePacket(f"protocol level {version} is not known")
     flags = packet.clean_start << 1
-    fields = [_binary(packet.client_id)]
-    if packet.will is not None:
-        flags |= _will_flags(packet.will)
-        fields += (_binary(packet.will.topic), _binary(packet.will.payload))
+    fields = [_properties(packet.properties, kinds.CONNECT, version), binary(packet.client_id)]
+    will = packet.will
+    if will is not None:
+        flags |= _will_flags(will)
+        properties = _properties(will.properties, kinds.WILL, version)
+        fields += (properties, binary(will.topic), binary(will.payload))
     if packet.username is not None:
         flags |= 128
-        fields.append(_binary(packet.username))
+        fields.append(binary(packet.username))
     if packet.password is not None:
-        if packet.username is None:
+        if packet.username is None and version < 5:
             raise UnencodablePacket("a password without a user name")
         flags |= 64
-        fields.append(_binary(packet.password))
-    head = _binary(name) + _byte(version) + _byte(flags) + _two(packet.keep_alive_s)
-    return _whole(0x10, head, *fields)
+        fields.append(binary(packet.password))
+    return _whole(0x10, name, BYTE[flags], two(packet.keep_alive_s), *fields)
 
 
 def _will_flags(will: ConnectWill) -> int:
@@ -147,62 +124,91 @@ def _will_flags(will: ConnectWill) -> int:
     return 4 | will.qos << 3 | will.retain << 5
 
 
-def _connack(packet: Connack, _version: int) -> bytes:
-    if not 0 <= packet.reason <= 5:
-        raise UnencodablePacket(f"{packet.reason} is no return code of CONNACK")
-    return _whole(0x20, _BYTE[packet.session_present], _byte(packet.reason))
+def _connack(packet: Connack, version: int) -> bytes:
+    reason = _reason(kinds.CONNACK, packet.reason, version)
+    properties = _properties(packet.properties, kinds.CONNACK, version)
+    return _whole(0x20, BYTE[packet.session_present], reason, properties)
 
 
-def _publish(packet: Publish, _version: int) -> bytes:
+def _publish(packet: Publish, version: int) -> bytes:
     flags = packet.flags
     if not 0 <= flags <= 15 or flags & 6 == 6 or (flags & 8 and not flags & 6):
         raise UnencodablePacket(f"{flags} are no flags of a PUBLISH")
-    packet_id = _packet_id(packet.packet_id) if flags & 6 else b""
+    middle = packet_id(packet.packet_id) if flags & 6 else b""
+    middle += _properties(packet.properties, kinds.PUBLISH, version)
     payload = packet.payload
-    head = publish_head(0x30 | flags, packet.topic, len(packet_id) + len(payload))
-    return head + packet_id + payload
+    return publish_head(0x30 | flags, packet.topic, len(middle) + len(payload)) + middle + payload
 
 
-def _acknowledgement(first: int) -> Callable[[Puback | Pubrec | Pubrel | Pubcomp, int], bytes]:
-    def encode_acknowledgement(packet: Puback | Pubrec | Pubrel | Pubcomp, _version: int) -> bytes:
-        return _whole(first, _packet_id(packet.packet_id))
+def _acknowledgement(first: int, kind: int) -> Callable[[_Acknowledgement, int], bytes]:
+    """Return the encoder of one of the four acknowledgements, which are alike."""
+
+    def encode_acknowledgement(packet: _Acknowledgement, version: int) -> bytes:
+        rest = _reason_and_properties(packet, kind, version)
+        return _whole(first, packet_id(packet.packet_id), rest)
 
     return encode_acknowledgement
 
 
-def _subscribe(packet: Subscribe, _version: int) -> bytes:
+def _reason_and_properties(packet: _Acknowledgement | Disconnect, kind: int, version: int) -> bytes:
+    """Return the end of a packet, as short as MQTT 5 lets it be; nothing before MQTT 5."""
+    if version < 5 or (not packet.reason and packet.properties is None):
+        return b""
+    reason = _reason(kind, packet.reason, version)
+    if packet.properties is None:
+        return reason
+    return reason + encode_properties(packet.properties, kind)
+
+
+def _subscribe(packet: Subscribe, version: int) -> bytes:
     if not packet.filters:
         raise UnencodablePacket("a SUBSCRIBE without a filter")
-    filters = (_binary(name) + _byte(options) for name, options in packet.filters)
-    return _whole(0x82, _packet_id(packet.packet_id), *filters)
+    head = packet_id(packet.packet_id) + _properties(packet.properties, kinds.SUBSCRIBE, version)
+    return _whole(0x82, head, *(binary(name) + byte(options) for name, options in packet.filters))
 
 
-def _suback(packet: Suback, _version: int) -> bytes:
-    return _whole(0x90, _packet_id(packet.packet_id), packet.reasons)
+def _suback(packet: Suback, version: int) -> bytes:
+    head = packet_id(packet.packet_id) + _properties(packet.properties, kinds.SUBACK, version)
+    reasons = packet.reasons
+    if version < 5:
+        reasons = bytes(min(reason, 0x80) for reason in reasons)  # the only failure there was
+    return _whole(0x90, head, *(_reason(kinds.SUBACK, reason, version) for reason in reasons))
 
 
-def _unsubscribe(packet: Unsubscribe, _version: int) -> bytes:
+def _unsubscribe(packet: Unsubscribe, version: int) -> bytes:
     if not packet.filters:
         raise UnencodablePacket("an UNSUBSCRIBE without a filter")
-    return _whole(0xA2, _packet_id(packet.packet_id), *map(_binary, packet.filters))
+    head = packet_id(packet.packet_id) + _properties(packet.properties, kinds.UNSUBSCRIBE, version)
+    return _whole(0xA2, head, *map(binary, packet.filters))
 
 
-def _unsuback(packet: Unsuback, _version: int) -> bytes:
-    return _whole(0xB0, _packet_id(packet.packet_id))
+def _unsuback(packet: Unsuback, version: int) -> bytes:
+    head = packet_id(packet.packet_id)
+    if version < 5:
+        return _whole(0xB0, head)
+    head += encode_properties(packet.properties, kinds.UNSUBACK)
+    return _whole(0xB0, head, *(_reason(kinds.UNSUBACK, reason, 5) for reason in packet.reasons))
 
 
-def _disconnect(_packet: Disconnect, _version: int) -> bytes:
-    return DISCONNECT
+def _disconnect(packet: Disconnect, version: int) -> bytes:
+    return _whole(0xE0, _reason_and_properties(packet, kinds.DISCONNECT, version))
+
+
+def _auth(packet: Auth, version: int) -> bytes:
+    if not packet.reason and packet.properties is None:
+        return _whole(0xF0)
+    reason = _reason(kinds.AUTH, packet.reason, version)
+    return _whole(0xF0, reason, encode_properties(packet.properties, kinds.AUTH))
 
 
 _ENCODERS: Final[dict[type, Callable[[Any, int], bytes]]] = {
     Connect: _connect,
     Connack: _connack,
     Publish: _publish,
-    Puback: _acknowledgement(0x40),
-    Pubrec: _acknowledgement(0x50),
-    Pubrel: _acknowledgement(0x62),
-    Pubcomp: _acknowledgement(0x70),
+    Puback: _acknowledgement(0x40, kinds.PUBACK),
+    Pubrec: _acknowledgement(0x50, kinds.PUBREC),
+    Pubrel: _acknowledgement(0x62, kinds.PUBREL),
+    Pubcomp: _acknowledgement(0x70, kinds.PUBCOMP),
     Subscribe: _subscribe,
     Suback: _suback,
     Unsubscribe: _unsubscribe,
@@ -210,4 +216,5 @@ _ENCODERS: Final[dict[type, Callable[[Any, int], bytes]]] = {
     Pingreq: lambda _packet, _version: PINGREQ,
     Pingresp: lambda _packet, _version: PINGRESP,
     Disconnect: _disconnect,
+    Auth: _auth,
 }

@@ -8,20 +8,14 @@ WireError
 Texts are our own words, and never contain what a peer sent.
 Clause ids are those of MQTT 3.1.1; rules that only MQTT 5 has carry its ids, with "MQTT5-" in
 front, because the two specifications number their rules apart. A rule that has no number of its
-own carries MQTT-4.8.0-1: a protocol violation closes the connection.
+own carries MQTT-4.8.0-1 (a protocol violation closes the connection), or in MQTT 5 the section
+that states it, as "MQTT5-2.2.2.2". Reason codes are in reasons.py; a client before MQTT 5 is
+never told them: its connection closes.
 """
 
-from typing import ClassVar, Final
+from typing import ClassVar
 
-# Reason codes of MQTT 5, section 2.4. To a 3.1.1 client they are never sent: its connection closes.
-MALFORMED: Final = 0x81
-PROTOCOL_ERROR: Final = 0x82
-UNSUPPORTED_PROTOCOL_VERSION: Final = 0x84
-CLIENT_ID_NOT_VALID: Final = 0x85
-TOPIC_FILTER_INVALID: Final = 0x8F
-TOPIC_NAME_INVALID: Final = 0x90
-PACKET_TOO_LARGE: Final = 0x95
-QOS_NOT_SUPPORTED: Final = 0x9B
+from broker_ext.wire.reasons import UNSUPPORTED_PROTOCOL_VERSION
 
 
 class WireError(Exception):

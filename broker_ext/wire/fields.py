@@ -1,7 +1,8 @@
 """Reads the fields of one packet body from left to right, refusing what is cut short."""
 
-from broker_ext.wire.errors import MALFORMED, PROTOCOL_ERROR, MalformedPacket
+from broker_ext.wire.errors import MalformedPacket
 from broker_ext.wire.names import check_text
+from broker_ext.wire.reasons import MALFORMED, PROTOCOL_ERROR
 
 
 class Fields:
@@ -33,6 +34,25 @@ class Fields:
     def two(self) -> int:
         """Return a Two Byte Integer."""
         return int.from_bytes(self.take(2), "big")
+
+    def four(self) -> int:
+        """Return a Four Byte Integer."""
+        return int.from_bytes(self.take(4), "big")
+
+    def variable(self) -> int:
+        """Return a Variable Byte Integer, which MQTT 5 has outside the fixed header too."""
+        number = 0
+        for shift in (0, 7, 14, 21):
+            byte = self.byte()
+            number |= (byte & 127) << shift
+            if byte < 128:
+                if not byte and shift:
+                    # [MQTT5-1.5.5-1]
+                    what = "a Variable Byte Integer is longer than it has to be"
+                    raise MalformedPacket(MALFORMED, "MQTT5-1.5.5-1", what)
+                return number
+        what = "a Variable Byte Integer is longer than four bytes"
+        raise MalformedPacket(MALFORMED, "MQTT5-1.5.5-1", what)
 
     def packet_id(self) -> int:
         """Return a packet identifier, 1..65535."""

@@ -2,7 +2,8 @@
 
 from typing import Final
 
-from broker_ext.wire.errors import MALFORMED, TOPIC_NAME_INVALID, MalformedPacket
+from broker_ext.wire.errors import MalformedPacket
+from broker_ext.wire.reasons import MALFORMED, TOPIC_NAME_INVALID
 
 NAMES_MAX: Final = 65_536
 """Topic names kept; enough for a fleet with one topic per device, small enough to rebuild."""

@@ -6,6 +6,7 @@ The bytes are written out by hand from the specification, not by the encoder.
 from typing import NamedTuple
 
 from broker_ext.wire import (
+    Auth,
     Connack,
     Connect,
     ConnectWill,
@@ -13,6 +14,7 @@ from broker_ext.wire import (
     Packet,
     Pingreq,
     Pingresp,
+    Properties,
     Puback,
     Pubcomp,
     Publish,
@@ -153,6 +155,199 @@ CASES = [
     Case("disconnect", b"\xe0\x00", Disconnect()),
 ]
 
+_PAIR = b"\x26\x00\x01k\x00\x01v"
+_PAIRED = (38, (b"k", b"v"))
+
+CASES_5 = [
+    Case(
+        "MQTT 5 connect",
+        packet(0x10, b"\x00\x04MQTT\x05\x02\x00\x3c\x00\x00\x01a"),
+        Connect(5, b"a", True, 60),
+        0,
+    ),
+    Case(
+        "MQTT 5 connect with everything",
+        packet(
+            0x10,
+            b"\x00\x04MQTT\x05\xee\x00\x00",
+            b"\x2b\x11\xff\xff\xff\xff\x21\x00\x01\x27\x00\x00\x10\x00\x22\xff\xff\x19\x01\x17\x00",
+            _PAIR,
+            _PAIR,
+            b"\x15\x00\x01m\x16\x00\x02\xff\x00",
+            b"\x00\x00",
+            b"\x0b\x18\x00\x00\x00\x05\x01\x01\x03\x00\x01c",
+            b"\x00\x01w\x00\x02\xff\x00",
+            b"\x00\x01u\x00\x01p",
+        ),
+        Connect(
+            5,
+            b"",
+            True,
+            0,
+            b"u",
+            b"p",
+            ConnectWill(b"w", b"\xff\x00", 1, True, Properties(((24, 5), (1, 1), (3, b"c")))),
+            Properties(
+                (
+                    (17, 0xFFFF_FFFF),
+                    (33, 1),
+                    (39, 4_096),
+                    (34, 65_535),
+                    (25, 1),
+                    (23, 0),
+                    _PAIRED,
+                    _PAIRED,
+                    (21, b"m"),
+                    (22, b"\xff\x00"),
+                )
+            ),
+        ),
+        0,
+    ),
+    Case(
+        "MQTT 5 connect with a password and no user name",
+        packet(0x10, b"\x00\x04MQTT\x05\x42\x00\x3c\x00\x00\x01a\x00\x01p"),
+        Connect(5, b"a", True, 60, None, b"p"),
+        0,
+    ),
+    Case("MQTT 5 connack", b"\x20\x03\x01\x00\x00", Connack(True), 5, False),
+    Case(
+        "MQTT 5 connack with everything",
+        packet(
+            0x20,
+            b"\x00\x87\x36",
+            b"\x11\x00\x00\x00\x0a\x21\x00\x0a\x24\x01\x25\x00\x27\x00\x00\xff\xff\x12\x00\x02id",
+            b"\x22\x00\x00\x1f\x00\x02no\x28\x01\x29\x00\x2a\x01\x13\x00\x1e\x1a\x00\x01r",
+            b"\x1c\x00\x01s\x15\x00\x01m\x16\x00\x00",
+        ),
+        Connack(
+            False,
+            0x87,
+            Properties(
+                (
+                    (17, 10),
+                    (33, 10),
+                    (36, 1),
+                    (37, 0),
+                    (39, 0xFFFF),
+                    (18, b"id"),
+                    (34, 0),
+                    (31, b"no"),
+                    (40, 1),
+                    (41, 0),
+                    (42, 1),
+                    (19, 30),
+                    (26, b"r"),
+                    (28, b"s"),
+                    (21, b"m"),
+                    (22, b""),
+                )
+            ),
+        ),
+        5,
+        False,
+    ),
+    Case("MQTT 5 publish QoS 0", b"\x30\x05\x00\x01a\x00x", Publish(0, b"a", 0, b"x"), 5),
+    Case("MQTT 5 publish QoS 0, no payload", b"\x31\x04\x00\x01a\x00", Publish(1, b"a", 0, b""), 5),
+    Case(
+        "MQTT 5 publish QoS 1",
+        b"\x32\x07\x00\x01a\x00\x07\x00\xff",
+        Publish(2, b"a", 7, b"\xff"),
+        5,
+    ),
+    Case("MQTT 5 publish QoS 2", b"\x34\x06\x00\x01a\x00\x07\x00", Publish(4, b"a", 7, b""), 5),
+    Case(
+        "MQTT 5 publish with everything that a client may send",
+        packet(
+            0x3D,
+            b"\x00\x01a\x00\x07",
+            b"\x1e\x01\x00\x02\x00\x00\x00\x3c\x23\x00\x01\x08\x00\x01r\x09\x00\x02\xff\x00",
+            _PAIR,
+            b"\x03\x00\x01c",
+            b"\xff\x00",
+        ),
+        Publish(
+            13,
+            b"a",
+            7,
+            b"\xff\x00",
+            Properties(((1, 0), (2, 60), (35, 1), (8, b"r"), (9, b"\xff\x00"), _PAIRED, (3, b"c"))),
+        ),
+        5,
+    ),
+    Case(
+        "MQTT 5 publish to an alias",
+        b"\x30\x07\x00\x00\x03\x23\xff\xffx",
+        Publish(0, b"", 0, b"x", Properties(((35, 65_535),))),
+        5,
+    ),
+    Case(
+        "MQTT 5 publish for two subscriptions",
+        b"\x30\x0b\x00\x01a\x07\x0b\x01\x0b\xff\xff\xff\x7f",
+        Publish(0, b"a", 0, b"", Properties(((11, 1), (11, 268_435_455)))),
+        5,
+        False,
+    ),
+    Case("MQTT 5 puback", b"\x40\x02\x00\x07", Puback(7), 5),
+    Case("MQTT 5 puback with a reason", b"\x40\x03\x00\x07\x10", Puback(7, 0x10), 5),
+    Case(
+        "MQTT 5 pubrec with a reason and properties",
+        packet(0x50, b"\x00\x07\x91\x07", _PAIR),
+        Pubrec(7, 0x91, Properties((_PAIRED,))),
+        5,
+    ),
+    Case(
+        "MQTT 5 pubrel with properties",
+        packet(0x62, b"\x00\x07\x00\x05\x1f\x00\x02no"),
+        Pubrel(7, 0, Properties(((31, b"no"),))),
+        5,
+    ),
+    Case("MQTT 5 pubcomp with a reason", b"\x70\x03\x00\x07\x92", Pubcomp(7, 0x92), 5),
+    Case(
+        "MQTT 5 subscribe",
+        packet(0x82, b"\x00\x07\x02\x0b\x05\x00\x01#\x2e\x00\x0a$share/g/a\x19"),
+        Subscribe(
+            7,
+            (SubscribeFilter(b"#", 0x2E), SubscribeFilter(b"$share/g/a", 0x19)),
+            Properties(((11, 5),)),
+        ),
+        5,
+    ),
+    Case(
+        "MQTT 5 suback",
+        packet(0x90, b"\x00\x07\x00\x00\x01\x02\xa2"),
+        Suback(7, b"\0\1\2\xa2"),
+        5,
+        False,
+    ),
+    Case("MQTT 5 unsubscribe", packet(0xA2, b"\x00\x07\x00\x00\x01#"), Unsubscribe(7, (b"#",)), 5),
+    Case(
+        "MQTT 5 unsuback",
+        packet(0xB0, b"\x00\x07\x07", _PAIR, b"\x00\x11"),
+        Unsuback(7, b"\0\x11", Properties((_PAIRED,))),
+        5,
+        False,
+    ),
+    Case("MQTT 5 pingreq", b"\xc0\x00", Pingreq(), 5),
+    Case("MQTT 5 disconnect", b"\xe0\x00", Disconnect(), 5),
+    Case("MQTT 5 disconnect with a reason", b"\xe0\x01\x04", Disconnect(4), 5),
+    Case(
+        "MQTT 5 disconnect by a server",
+        packet(0xE0, b"\x8e\x05\x1f\x00\x02no"),
+        Disconnect(0x8E, Properties(((31, b"no"),))),
+        5,
+        False,
+    ),
+    Case("MQTT 5 auth", b"\xf0\x00", Auth(), 5),
+    Case(
+        "MQTT 5 auth by a server",
+        packet(0xF0, b"\x18\x08\x15\x00\x01m\x16\x00\x01d"),
+        Auth(0x18, Properties(((21, b"m"), (22, b"d")))),
+        5,
+        False,
+    ),
+]
+
 # Not the shortest bytes, or bytes that only MQTT 3.1 wrote: decoded, never encoded.
 LENIENT = [
     Case("pubrel of MQTT 3.1 again", b"\x6a\x02\x00\x07", Pubrel(7), 3),
@@ -164,6 +359,10 @@ LENIENT = [
     ),
     Case("unsubscribe of MQTT 3.1 again", b"\xaa\x05\x00\x07\x00\x01a", Unsubscribe(7, (b"a",)), 3),
     Case("pingreq with a length of four bytes", b"\xc0\x80\x80\x80\x00", Pingreq()),
+    Case("MQTT 5 puback, reason 0 and no properties", b"\x40\x04\x00\x07\x00\x00", Puback(7), 5),
+    Case("MQTT 5 puback with reason 0", b"\x40\x03\x00\x07\x00", Puback(7), 5),
+    Case("MQTT 5 disconnect, no properties", b"\xe0\x02\x00\x00", Disconnect(), 5),
+    Case("MQTT 5 auth, no properties", b"\xf0\x02\x00\x00", Auth(), 5),
     Case("puback with a length of two bytes", b"\x40\x82\x00\x00\x07", Puback(7)),
 ]
 
@@ -343,3 +542,105 @@ MALFORMED = [
     Malformed("pingresp with a body", b"\xd0\x01\x00", "MQTT-4.8.0-1", server=False),
     Malformed("disconnect with a body", b"\xe0\x01\x00", "MQTT-4.8.0-1"),
 ]
+
+_CONNECT_5 = b"\x00\x04MQTT\x05\x02\x00\x3c"
+
+
+def _publish_5(*properties: bytes) -> bytes:
+    body = b"".join(properties)
+    return packet(0x30, b"\x00\x01a", bytes((len(body),)), body)
+
+
+def _connect_5(*properties: bytes) -> bytes:
+    body = b"".join(properties)
+    return packet(0x10, _CONNECT_5, bytes((len(body),)), body, b"\x00\x01a")
+
+
+_TABLE = "MQTT5-2.2.2.2"
+
+MALFORMED_5 = [
+    # lengths and properties as such
+    Malformed("puback length too long", b"\x40\x82\x00\x00\x07", "MQTT5-1.5.5-1", version=5),
+    Malformed("property length too long", b"\x30\x05\x00\x01a\x80\x00", "MQTT5-1.5.5-1", version=5),
+    Malformed("no property length", b"\x30\x03\x00\x01a", "MQTT-4.8.0-1", version=5),
+    Malformed("properties cut short", b"\x30\x06\x00\x01a\x03\x01\x00", "MQTT-4.8.0-1", version=5),
+    Malformed("property value cut short", _publish_5(b"\x02\x00\x00"), "MQTT-4.8.0-1", version=5),
+    Malformed("property value beyond", _publish_5(b"\x03\x00\x02c"), "MQTT-4.8.0-1", version=5),
+    Malformed("property id 0", _publish_5(b"\x00"), _TABLE, version=5),
+    Malformed("property id 43", _publish_5(b"\x2b\x00"), _TABLE, version=5),
+    Malformed("property id 128", _publish_5(b"\x80\x01\x00"), _TABLE, version=5),
+    Malformed("property of another packet", _publish_5(b"\x21\x00\x01"), _TABLE, version=5),
+    Malformed(
+        "will delay outside the will", _connect_5(b"\x18\x00\x00\x00\x05"), _TABLE, version=0
+    ),
+    Malformed("property twice", _publish_5(b"\x03\x00\x01c" * 2), _TABLE, 0x82, 5),
+    Malformed("alias twice", _publish_5(b"\x23\x00\x01" * 2), _TABLE, 0x82, 5),
+    Malformed(
+        "subscription id twice",
+        packet(0x82, b"\x00\x07\x04\x0b\x05\x0b\x06\x00\x01#\x01"),
+        _TABLE,
+        0x82,
+        5,
+    ),
+    Malformed("flag of 2", _publish_5(b"\x01\x02"), _TABLE, 0x82, 5),
+    Malformed("maximum QoS 2", b"\x20\x05\x00\x00\x02\x24\x02", _TABLE, 0x82, 5, False),
+    Malformed("receive maximum 0", _connect_5(b"\x21\x00\x00"), _TABLE, 0x82, 0),
+    Malformed("maximum packet size 0", _connect_5(b"\x27\x00\x00\x00\x00"), _TABLE, 0x82, 0),
+    Malformed("topic alias 0", _publish_5(b"\x23\x00\x00"), _TABLE, 0x94, 5),
+    Malformed(
+        "subscription id 0",
+        packet(0x82, b"\x00\x07\x02\x0b\x00\x00\x01#\x01"),
+        _TABLE,
+        0x82,
+        5,
+    ),
+    Malformed("content type no UTF-8", _publish_5(b"\x03\x00\x01\xff"), "MQTT-1.5.3-1", version=5),
+    Malformed(
+        "user property with NUL", _publish_5(b"\x26\x00\x00\x00\x01\x00"), "MQTT-1.5.3-2", 0x81, 5
+    ),
+    Malformed("response topic with +", _publish_5(b"\x08\x00\x01+"), "MQTT-3.3.2-2", 0x90, 5),
+    Malformed("response topic empty", _publish_5(b"\x08\x00\x00"), "MQTT-4.7.3-1", 0x90, 5),
+    Malformed(
+        "authentication data alone", _connect_5(b"\x16\x00\x01d"), "MQTT5-3.1.2.11.10", 0x82, 0
+    ),
+    # packets
+    Malformed("neither topic nor alias", b"\x30\x03\x00\x00\x00", "MQTT5-3.3.2.1", 0x82, 5),
+    Malformed("subscription id by a client", _publish_5(b"\x0b\x01"), "MQTT5-3.3.4-6", 0x82, 5),
+    Malformed("publish packet id 0", b"\x32\x06\x00\x01a\x00\x00\x00", "MQTT-2.3.1-1", 0x82, 5),
+    Malformed(
+        "publish without properties", b"\x32\x05\x00\x01a\x00\x07", "MQTT-4.8.0-1", version=5
+    ),
+    Malformed("puback reason", b"\x40\x03\x00\x07\x92", "MQTT5-3.4.2-1", 0x82, 5),
+    Malformed("pubrec reason", b"\x50\x03\x00\x07\x01", "MQTT5-3.5.2-1", 0x82, 5),
+    Malformed("pubrel reason", b"\x62\x03\x00\x07\x80", "MQTT5-3.6.2-1", 0x82, 5),
+    Malformed("pubcomp reason", b"\x70\x03\x00\x07\x10", "MQTT5-3.7.2-1", 0x82, 5),
+    Malformed("puback that goes on", b"\x40\x05\x00\x07\x00\x00\x00", "MQTT-4.8.0-1", version=5),
+    Malformed("connack reason", b"\x20\x03\x00\x05\x00", "MQTT5-3.2.2-8", 0x82, 5, False),
+    Malformed("connack of 3.1.1", b"\x20\x02\x00\x00", "MQTT-4.8.0-1", 0x81, 5, False),
+    Malformed("reserved options", b"\x82\x07\x00\x07\x00\x00\x01a\x40", "MQTT5-3.8.3-5", version=5),
+    Malformed("options QoS 3", b"\x82\x07\x00\x07\x00\x00\x01a\x03", "MQTT5-3.8.3.1", 0x82, 5),
+    Malformed("retain handling 3", b"\x82\x07\x00\x07\x00\x00\x01a\x31", "MQTT5-3.8.3.1", 0x82, 5),
+    Malformed(
+        "no local, shared",
+        packet(0x82, b"\x00\x07\x00\x00\x0a$share/g/a\x05"),
+        "MQTT5-3.8.3-4",
+        0x82,
+        5,
+    ),
+    Malformed("subscribe to none", b"\x82\x03\x00\x07\x00", "MQTT-3.8.3-3", 0x82, 5),
+    Malformed("unsubscribe from none", b"\xa2\x03\x00\x07\x00", "MQTT-3.10.3-2", 0x82, 5),
+    Malformed("suback reason", b"\x90\x04\x00\x07\x00\x10", "MQTT-3.9.3-2", 0x82, 5, False),
+    Malformed("unsuback reason", b"\xb0\x04\x00\x07\x00\x01", "MQTT5-3.11.3-2", 0x82, 5, False),
+    Malformed("unsuback of 3.1.1", b"\xb0\x02\x00\x07", "MQTT-4.8.0-1", 0x81, 5, False),
+    Malformed("unsuback of none", b"\xb0\x03\x00\x07\x00", "MQTT5-3.11.3-1", 0x82, 5, False),
+    Malformed("disconnect reason", b"\xe0\x01\x01", "MQTT5-3.14.2-1", 0x82, 5),
+    Malformed("disconnect that goes on", b"\xe0\x03\x00\x00\x00", "MQTT-4.8.0-1", version=5),
+    Malformed("auth reason", b"\xf0\x02\x01\x00", "MQTT5-3.15.2-1", 0x82, 5),
+    Malformed("auth cut short", b"\xf0\x01\x18", "MQTT-4.8.0-1", version=5),
+    Malformed("auth flags", b"\xf1\x00", "MQTT-2.2.2-2", version=5),
+    Malformed("pingreq with a body in MQTT 5", b"\xc0\x01\x00", "MQTT-4.8.0-1", version=5),
+    Malformed("a second connect of MQTT 5", _connect_5() * 2, "MQTT-3.1.0-2", 0x82, 0),
+]
+
+CASES += CASES_5
+MALFORMED += MALFORMED_5

@@ -2,17 +2,15 @@
 
 import pytest
 
-from broker_ext.wire import Decoder, MalformedPacket, Packet, encode
+from broker_ext.wire import VERSIONS_ALL, Decoder, MalformedPacket, Packet, encode
 from tests.wire.cases import CASES, LENIENT, MALFORMED, Case, Malformed
-
-VERSIONS = frozenset({3, 4})
 
 each_case = pytest.mark.parametrize("case", CASES + LENIENT, ids=lambda case: case.name)
 each_malformed = pytest.mark.parametrize("row", MALFORMED, ids=lambda row: row.name)
 
 
 def decoder(row: Case | Malformed) -> Decoder:
-    return Decoder(server=row.server, version=row.version, versions=VERSIONS)
+    return Decoder(server=row.server, version=row.version, versions=VERSIONS_ALL)
 
 
 def same(found: list[Packet], expected: list[Packet]) -> bool:

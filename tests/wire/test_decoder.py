@@ -3,6 +3,8 @@
 import pytest
 
 from broker_ext.wire import (
+    PACKET_ID,
+    PUBACK_HEAD,
     Connect,
     ConnectWill,
     Decoder,
@@ -19,7 +21,6 @@ from broker_ext.wire import (
     valid_filter,
     variable_length,
 )
-from broker_ext.wire.encoder import PACKET_ID, PUBACK_HEAD
 
 CONNECT = encode(Connect(4, b"a"))
 

@@ -5,13 +5,11 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker_ext.wire import Connect, Decoder, Packet, TopicNames, encode
+from broker_ext.wire import VERSIONS_ALL, Connect, Decoder, Packet, TopicNames, encode
 from broker_ext.wire.bodies import check_header, read_packet
 from broker_ext.wire.errors import MalformedPacket
 from tests.wire import strategies
 from tests.wire.cases import CASES, MALFORMED
-
-VERSIONS = frozenset({3, 4})
 
 streams = st.tuples(strategies.connects(), st.lists(strategies.from_clients, max_size=8)).map(
     lambda stream: [stream[0], *stream[1]]
@@ -40,7 +38,7 @@ def outcome(reader: Decoder) -> tuple[int, str] | None:
 
 @given(streams)
 def test_what_a_client_says_comes_back(packets: list[Packet]) -> None:
-    reader = Decoder(versions=VERSIONS)
+    reader = Decoder(versions=VERSIONS_ALL)
     assert same(reader.feed(encoded(packets)), packets)
     assert reader.error is None
     assert reader.pending_bytes == 0
@@ -57,7 +55,7 @@ def test_what_a_server_says_comes_back(packets: list[Packet]) -> None:
 def test_packets_do_not_depend_on_where_the_stream_is_cut(
     packets: list[Packet], cuts: list[int]
 ) -> None:
-    reader = Decoder(versions=VERSIONS)
+    reader = Decoder(versions=VERSIONS_ALL)
     assert same(feed_in_pieces(reader, encoded(packets), cuts), packets)
 
 
@@ -75,8 +73,8 @@ def test_arbitrary_bytes_never_raise_and_end_the_same_however_they_are_cut(
     raw: bytes, side: tuple[bool, int], cuts: list[int]
 ) -> None:
     server, version = side
-    whole = Decoder(server=server, version=version, versions=VERSIONS, packet_bytes_max=200)
-    pieces = Decoder(server=server, version=version, versions=VERSIONS, packet_bytes_max=200)
+    whole = Decoder(server=server, version=version, versions=VERSIONS_ALL, packet_bytes_max=200)
+    pieces = Decoder(server=server, version=version, versions=VERSIONS_ALL, packet_bytes_max=200)
     assert same(feed_in_pieces(pieces, raw, cuts), whole.feed(raw))
     assert outcome(pieces) == outcome(whole)
     assert pieces.pending_bytes == whole.pending_bytes
@@ -87,7 +85,7 @@ def test_after_an_error_there_is_nothing_more(
     raw: bytes, more: bytes, side: tuple[bool, int]
 ) -> None:
     server, version = side
-    reader = Decoder(server=server, version=version, versions=VERSIONS)
+    reader = Decoder(server=server, version=version, versions=VERSIONS_ALL)
     reader.feed(raw + b"\xf0\x00")
     error = reader.error
     if error is not None:
