@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import re
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from functools import partial
+from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
+from storage import open_store
 from storage.api import (
     Accept,
     Acquire,
@@ -32,8 +38,7 @@ from storage.memory import MemoryStore
 from tests.storage.faults import restore
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
-    from pathlib import Path
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from storage.api import Op
 
@@ -81,8 +86,36 @@ class Memory:
         restore(self._store)
 
 
+@contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory where a sync costs nothing, if there is one: nothing here loses power."""
+    shared_memory = Path("/dev/shm")  # noqa: S108 - the directory in it has a random name
+    with TemporaryDirectory(dir=shared_memory if shared_memory.is_dir() else None) as path:
+        yield Path(path)
+
+
+class OnDisk:
+    """A directory, and a new store for each opening."""
+
+    def __init__(self, kind: Literal["lmdb", "sqlite"], path: Path) -> None:
+        self._kind: Literal["lmdb", "sqlite"] = kind
+        self._path = path / kind
+
+    def start(self) -> Store:
+        return open_store(self._kind, self._path, durability="os")
+
+    def back_up(self) -> None:
+        copytree(self._path, self._path.with_suffix(".backup"))
+
+    def restore(self) -> None:
+        self._path.rename(self._path.with_suffix(".lost"))
+        copytree(self._path.with_suffix(".backup"), self._path)
+
+
 BACKENDS: Final[dict[str, Callable[[Path], Backend]]] = {
     "memory": Memory,
+    "lmdb": partial(OnDisk, "lmdb"),
+    "sqlite": partial(OnDisk, "sqlite"),
 }
 
 

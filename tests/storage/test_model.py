@@ -12,10 +12,8 @@ for minutes and begins with another seed each time.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import hypothesis.strategies as st
@@ -68,6 +66,7 @@ from tests.storage.harness import (
     in_order,
     matching,
     message,
+    scratch,
     wills,
 )
 
@@ -112,9 +111,10 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
-        self.path = Path(tempfile.mkdtemp())
-        self.model = Database(Memory(self.path))
-        self.others = {name: Database(make(self.path)) for name, make in OTHERS.items()}
+        self.disk = ExitStack()
+        path = self.disk.enter_context(scratch())
+        self.model = Database(Memory(path))
+        self.others = {name: Database(make(path)) for name, make in OTHERS.items()}
         self.now_ms = NOW_MS
         self.appended = 0
         self.batch = Batch()
@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
                 self.run(database.stop())
         finally:
             self.loop.close()
-            shutil.rmtree(self.path)
+            self.disk.close()
 
     # ------------------------------------------------------------------- filling a batch
 

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.storage.harness import BACKENDS, Database
+from tests.storage.harness import BACKENDS, Database, scratch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
 
 @pytest.fixture(params=BACKENDS)
-async def db(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Database]:
+async def db(request: pytest.FixtureRequest) -> AsyncIterator[Database]:
     """A new, open database of each backend."""
-    database = Database(BACKENDS[request.param](tmp_path))
-    await database.open()
-    yield database
-    await database.stop()
+    with scratch() as path:
+        database = Database(BACKENDS[request.param](path))
+        await database.open()
+        yield database
+        await database.stop()

@@ -54,18 +54,18 @@ async def test_client_ids_that_look_alike_are_different_consumers(
 ) -> None:
     ids = {}
     for name in names:
-        acquired = await db.do(Acquire(name, A, b"u" + name, NOW_MS, expiry_s=0))
+        acquired = await db.do(Acquire(name, A, name[::-1], NOW_MS, expiry_s=0))
         assert not acquired.existed
         ids[name] = acquired.snapshot.consumer.id
     assert len(set(ids.values())) == len(names)
     await db.reopen()
     for name in names:
         consumer = (await db.snapshot(name)).consumer
-        assert (consumer.id, consumer.client_id, consumer.user) == (ids[name], name, b"u" + name)
+        assert (consumer.id, consumer.client_id, consumer.user) == (ids[name], name, name[::-1])
     for limit in (1, 3, 1000):
         consumers, _ = await db.pages(limit)
         assert sorted(consumer.client_id for consumer in consumers) == sorted(names)
-    await db.do(Acquire(names[0], B, b"u" + names[0], NOW_MS, clean=True, create=False))
+    await db.do(Acquire(names[0], B, names[0][::-1], NOW_MS, clean=True, create=False))
     assert await db.store.snapshot(names[0]) is None
     for name in names[1:]:
         assert (await db.snapshot(name)).consumer.id == ids[name]
