@@ -29,6 +29,7 @@ CONNECT_MS = 20_000
 FINISH_MS = 30_000  # until the last acknowledgement, after the sensors stopped
 QUIET_MS = 5_000  # a gateway that is given nothing for so long will be given nothing more
 SETTLE_MS = 1_000  # a duplicate would come right behind
+UNDER_WAY_MS = 200  # readings are under way every few ms; the kill should hit some
 POLL_MS = 20
 
 
@@ -95,7 +96,7 @@ class Stage:
     def __exit__(self, *_: object) -> None:
         self._exits.close()
 
-    def wait(self, until: Callable[[], bool], limit_ms: int) -> bool:
+    def wait(self, until: Callable[[], bool], limit_ms: int, *, poll_ms: int = POLL_MS) -> bool:
         """Wait until it is so, or `limit_ms` have passed; return whether it is."""
         end_ms = now_ms() + limit_ms
         while not until():
@@ -103,7 +104,7 @@ class Stage:
                 return False
             self.fleet.raise_failure()
             self.screen.refresh(self)
-            sleep_ms(POLL_MS)
+            sleep_ms(poll_ms)
         return True
 
     def wait_for(self, what: str, until: Callable[[], bool], limit_ms: int) -> None:
@@ -140,6 +141,7 @@ def _sessions_survive(stage: Stage, *, sensors: int, duration_ms: int) -> Outcom
     say("the gateway is cut off; the sensors go on")
     gateway.cut()
     at(schedule.kill_ms)
+    stage.wait(lambda: fleet.pending > sensors // 2, UNDER_WAY_MS, poll_ms=1)
     say(f"SIGKILL for the broker (pid {stage.broker.pid}), and a new one on its data")
     stage.broker.kill()
     restart_ms = stage.broker.start()

@@ -67,15 +67,18 @@ def test_without_the_plugin_the_loss_is_counted_and_the_log_is_kept(tmp_path: Pa
 def test_a_broker_that_cannot_start_is_told_with_its_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "module").mkdir()
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    (tmp_path / "module" / "amqtt").mkdir()
-    (tmp_path / "module" / "amqtt" / "__init__.py").write_text("raise SystemExit('no amqtt')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "module"))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if 'amqtt.scripts.broker_script' in sys.orig_argv:\n"
+        "    print('no broker today', flush=True)\n"
+        "    os._exit(7)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ended = run("demo", "--plain", *SHORT)
     assert ended.code == 3
     assert "could not be carried out: the broker ended at once" in ended.err
-    assert "no amqtt" in ended.err
+    assert "no broker today" in ended.err
+    assert "Log, configuration and data: " in ended.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
