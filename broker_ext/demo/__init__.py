@@ -73,7 +73,8 @@ def _play_and_print(options: Options, folder: Path, out: Console, err: Console) 
     try:
         outcome = _play(options, seed, folder, _screen(out, options))
     except DemoFailed as exc:
-        err.print(f"The demo could not be carried out: {exc}", highlight=False, markup=False)
+        text = f"The demo could not be carried out (seed {seed}): {exc}"
+        err.print(text, highlight=False, markup=False, soft_wrap=True)
         return NOT_CARRIED_OUT
     if options.as_json:
         asked = asdict(options) | {"seed": seed, "store": _store(options)}

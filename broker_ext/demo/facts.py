@@ -14,7 +14,7 @@ duplicated after acknowledgement, per further delivery of a reading:
 out of order   a reading delivered for the first time after a later one of its sensor and QoS.
 altered        a message that is not, to the byte, one that was published.
 wrong QoS      a delivery at another QoS than min(published, granted), which is the published one.
-session present, of the CONNACK that greets the gateway on its return; and of every sensor's,
+session present, of every CONNACK that greets the gateway on its return; and of every sensor's,
                without which its QoS 2 readings would not be exactly once.
 drained        the last reading acknowledged before the gateway came back was delivered; the time
                is from its CONNACK.
@@ -174,7 +174,8 @@ def judge(
         wrong_qos=sum(
             copy.qos != reading.qos for reading, copies in seen.items() for copy in copies
         ),
-        session_present=len(connections) > 1 and connections[-1].session_present,
+        session_present=len(connections) > 1
+        and all(connection.session_present for connection in connections[1:]),
         sensor_returns=len(sensor_returns),
         sensor_sessions_missing=sensor_returns.count(False),
         drain=_drain(known.values(), seen, connections),

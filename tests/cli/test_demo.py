@@ -76,7 +76,7 @@ def test_a_broker_that_cannot_start_is_told_with_its_log(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     ended = run("demo", "--plain", *SHORT)
     assert ended.code == 3
-    assert "could not be carried out: the broker ended at once" in ended.err
+    assert "could not be carried out (seed 7): the broker ended at once" in ended.err
     assert "no broker today" in ended.err
     assert "Log, configuration and data: " in ended.err
 

@@ -160,12 +160,13 @@ def test_another_qos_is_not_a_loss_but_is_told() -> None:
     assert found.reasons() == ["1 delivered at another QoS"]
 
 
-def test_session_present_is_that_of_the_return() -> None:
+def test_session_present_is_that_of_every_return() -> None:
     one = Reading(1, 1, 1)
     for connections, present in (
         (CONNECTIONS, True),
         (CONNECTIONS[:1], False),
         ([CONNECTIONS[0], Connection(BACK_MS, False, None)], False),
+        ([CONNECTIONS[0], Connection(CUT_MS + 1, False, CUT_MS + 2), CONNECTIONS[1]], False),
     ):
         found = facts(published(one), [arrival(one)], connections)
         assert found.session_present is present
