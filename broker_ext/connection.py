@@ -180,6 +180,7 @@ class Connection(asyncio.Protocol):
         self._lane_bytes = 0
         self._lane_task: asyncio.Task[None] | None = None
         self._paused = False
+        self._stopped = False
         self.keeps: object = None
         self._loop = asyncio.get_running_loop()
         hub.connections.add(self)
@@ -476,6 +477,11 @@ class Connection(asyncio.Protocol):
 
     # ------------------------------------------------------------------- back pressure
 
+    def stop_reading(self) -> None:
+        """The broker stops: what arrives from now on stays unread."""
+        self._pause()
+        self._stopped = True
+
     def _pause(self) -> None:
         if not self._paused and not self.closed:
             self._paused = True
@@ -486,7 +492,7 @@ class Connection(asyncio.Protocol):
         self.hub.committer.when_room(self._resume)
 
     def _resume(self) -> None:
-        if self._paused and not self.closed and self._lane_bytes <= LANE_BYTES_MAX:
+        if self._paused and not (self.closed or self._stopped) and self._lane_bytes <= LANE_BYTES_MAX:
             self._paused = False
             self.heard = True
             self.transport.resume_reading()

@@ -38,6 +38,8 @@ TICK_S: Final = 0.5
 PRUNE_BLOCKS_MAX: Final = 64
 """Blocks deleted in one commit: a commit beside pruning waits for at most this much."""
 EXPIRE_MAX: Final = 100
+DRAIN_S: Final = 3.0
+"""How long a stop waits for the store, twice."""
 
 SHUTDOWN: Final = End("shutdown", publish_will=False)
 REFUSED_RESUME: Final = End("resume refused")
@@ -102,12 +104,23 @@ class Hub:
             task.cancel()
         await asyncio.gather(*self._timers, return_exceptions=True)
         self._timers.clear()
+        # first what clients have sent is stored and acknowledged; what they send now is not read,
+        # so it is still theirs to send again
+        for connection in list(self.connections):
+            connection.stop_reading()
+        await self._drain()
         for connection in list(self.connections):
             connection.finish(SHUTDOWN)
         await self.wills.settle()
-        await self.committer.drain()
+        await self._drain()
         self.committer.close()
         await self.store.close()
+
+    async def _drain(self) -> None:
+        try:
+            await asyncio.wait_for(self.committer.drain(), DRAIN_S)
+        except TimeoutError:
+            log.error("the store does not take the last writes; they were never acknowledged")
 
     # --------------------------------------------------------------------- by the clock
 
