@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from operator import itemgetter
+from typing import TYPE_CHECKING, Final
 
 from storage.api import (
     INCARNATION_BYTES,
+    UNCLAIMED,
     Acquire,
     Acquired,
     Advance,
@@ -23,6 +25,7 @@ from storage.api import (
     Detach,
     Discard,
     Expire,
+    Expired,
     Snapshot,
     Subscribe,
     Subscription,
@@ -65,6 +68,10 @@ __all__ = [
     "subscribe",
     "unsubscribe",
 ]
+
+_OFFSET: Final = itemgetter(0)
+"""Of a Delivery."""
+
 
 # ----------------------------------------------------------------------------------- reading
 
@@ -223,23 +230,25 @@ def acquire(txn: WriteTxn, history: History, op: Acquire) -> Acquired:
     """See storage.api.Acquire."""
     assert len(op.incarnation) == INCARNATION_BYTES, "an incarnation has 16 bytes"  # noqa: S101
     record = find(txn, op.client_id)
-    if record is not None and record.user != op.user:
+    if record is not None and record.user not in (op.user, UNCLAIMED):
         raise NotOwner(record.id)
+    dropped: tuple[bytes, ...] = ()
     if record is not None and op.clean:
-        _delete(txn, record)
+        dropped = _delete(txn, record)
         record = None
     existed = record is not None
     log = history.ends.log(history.identity)
     if record is None:
         if not op.create:
-            return Acquired(existed=False, snapshot=None, log=log)
+            return Acquired(existed=False, snapshot=None, log=log, dropped=dropped)
         record = _new(txn, history, op)
+    record.user = op.user
     record.incarnation = op.incarnation
     record.version = op.version
     _set_presence(txn, record, detached_ms=0, expiry_s=op.expiry_s)
     _checkpoint(txn, record)
     _save(txn, record)
-    return Acquired(existed, read_snapshot(txn, history.ends, record), log)
+    return Acquired(existed, read_snapshot(txn, history.ends, record), log, dropped)
 
 
 def _new(txn: WriteTxn, history: History, op: Acquire) -> Record:
@@ -267,9 +276,11 @@ def advance(txn: WriteTxn, _: History, op: Advance) -> None:
     for settled in op.settled:
         if not _has_claim(txn, number, settled):
             raise ClaimNotHeld(number, settled)
+    lowest = record.cursor if op.cursor is None else op.cursor
     for claim in op.claims:
         txn.put(Space.CLAIM, U64_U64.pack(number, claim.number), encode_claim(number, claim))
         record.next_claim = max(record.next_claim, claim.number + 1)
+        lowest = min(lowest, min(map(_OFFSET, claim.deliveries), default=NONE) - 1)
     for settled in op.settled:
         txn.delete(Space.CLAIM, U64_U64.pack(number, settled))
     if op.held or op.unheld:
@@ -282,7 +293,7 @@ def advance(txn: WriteTxn, _: History, op: Advance) -> None:
         record.cursor = op.cursor
     if op.next_packet_id is not None:
         record.next_packet_id = op.next_packet_id
-    if op.checkpoint or record.cursor < record.indexed:
+    if op.checkpoint or lowest < record.indexed:
         _checkpoint(txn, record)
     _save(txn, record)
 
@@ -397,10 +408,10 @@ def discard(txn: WriteTxn, _: History, op: Discard) -> None:
     _delete(txn, _owned(txn, op.consumer_id, op.incarnation))
 
 
-def expire(txn: WriteTxn, _: History, op: Expire) -> tuple[bytes, ...]:
+def expire(txn: WriteTxn, _: History, op: Expire) -> tuple[Expired, ...]:
     """See storage.api.Expire."""
     over = islice(txn.scan(Space.EXPIRY, stop=U64.pack(op.now_ms + 1)), op.limit)
-    gone: list[bytes] = []
+    gone: list[Expired] = []
     for key, _value in list(over):
         try:
             record = load(txn, int.from_bytes(key[8:], "big"))
@@ -409,14 +420,14 @@ def expire(txn: WriteTxn, _: History, op: Expire) -> tuple[bytes, ...]:
         if record is None:
             txn.delete(Space.EXPIRY, key)
         else:
-            _delete(txn, record)
-            gone.append(record.client_id)
+            gone.append(Expired(record.client_id, _delete(txn, record)))
     return tuple(gone)
 
 
-def _delete(txn: WriteTxn, record: Record) -> None:
-    """Delete a consumer with everything that only it holds."""
-    for sub in subscriptions_of(txn, record.id):
+def _delete(txn: WriteTxn, record: Record) -> tuple[bytes, ...]:
+    """Delete a consumer with everything that only it holds; its durable filters."""
+    subscriptions = subscriptions_of(txn, record.id)
+    for sub in subscriptions:
         _count(txn, record, sub, -1)
     packed_id = U64.pack(record.id)
     for space in (Space.SUBSCRIPTION, Space.CLAIM, Space.HELD, Space.INBOUND):
@@ -429,3 +440,4 @@ def _delete(txn: WriteTxn, record: Record) -> None:
     txn.delete(Space.ATTACHED, packed_id)
     txn.delete(Space.CLIENT, key_of(record.client_id))
     txn.delete(Space.CONSUMER, packed_id)
+    return tuple(sub.filter for sub in subscriptions if sub.qos > 0)
