@@ -5,7 +5,7 @@ published, facts the judge (pure), show the display.
 
 Exit codes: 0 every promise kept; 1 one broken, with the reasons; 3 the demo could not be carried
 out; 130 or 143 ended by SIGINT or SIGTERM. The temporary directory with the broker's log, its
-configuration and its data stays when the code is 1 or 3, and is named.
+configuration, its data and findings.txt stays when the code is 1 or 3, and is named.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run(options: Options) -> int:
         err.print("interrupted")
     finally:
         if code in {BROKEN, NOT_CARRIED_OUT}:
-            err.print(f"Log, configuration and data: {folder}", highlight=False, soft_wrap=True)
+            err.print(f"Log, findings and data: {folder}", highlight=False, soft_wrap=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
     return code
@@ -82,7 +82,11 @@ def _play_and_print(options: Options, folder: Path, out: Console, err: Console) 
     else:
         out.print()
         out.print(facts_table(outcome, f"{_name(options)}, seed {seed}"))
-    return BROKEN if outcome.facts.reasons() else 0
+    if not outcome.facts.reasons():
+        return 0
+    findings = "\n".join([*outcome.facts.reasons(), *outcome.facts.findings])
+    (folder / "findings.txt").write_text(findings + "\n", encoding="utf-8")
+    return BROKEN
 
 
 def _play(options: Options, seed: int, folder: Path, screen: Screen) -> Outcome:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GRACE_MS", "Arrival", "Connection", "Drain", "Facts", "Published", "Tally", "judge"]
 
+FINDINGS_MAX = 100  # what a person reads; the counts are complete
 GRACE_MS = 1000  # a PUBACK on loopback and its commit take a hundredth of it, on a bad disk a tenth
 
 
@@ -119,6 +120,8 @@ class Facts:
     sensor_sessions_missing: int
     drain: Drain
     acknowledged_per_second: int
+    findings: Sequence[str] = ()
+    """of each reading that was lost or duplicated, all that is known; at most FINDINGS_MAX"""
 
     @property
     def total(self) -> Tally:
@@ -180,6 +183,7 @@ def judge(
         sensor_sessions_missing=sensor_returns.count(False),
         drain=_drain(known.values(), seen, connections),
         acknowledged_per_second=_acknowledged_per_second(known.values()),
+        findings=list(islice(_findings(known, seen, connections, grace_ms), FINDINGS_MAX)),
     )
 
 
@@ -248,6 +252,34 @@ def _may_redeliver(
         and down_ms is not None
         and down_ms - before.at_ms <= grace_ms
     )
+
+
+def _findings(
+    known: Mapping[Reading, Published],
+    seen: Mapping[Reading, Sequence[Arrival]],
+    connections: Sequence[Connection],
+    grace_ms: int,
+) -> Iterator[str]:
+    """Tell the story of each reading that was lost or duplicated; times since the first CONNACK."""
+    from_ms = connections[0].up_ms if connections else 0
+    for one in known.values():
+        deliveries = seen.get(one.reading, ())
+        if "duplicated" in _copies(one, deliveries, connections, grace_ms):
+            what = "duplicated"
+        elif not deliveries and one.acked_ms is not None:
+            what = "lost"
+        else:
+            continue
+        acked = "never" if one.acked_ms is None else f"{one.acked_ms - from_ms} ms"
+        told = "; ".join(
+            f"at {copy.at_ms - from_ms} ms on connection {copy.connection}, DUP {copy.dup:d}"
+            for copy in deliveries
+        )
+        yield (
+            f"{what}: sensor {one.reading.sensor}, QoS {one.reading.qos}, seq {one.reading.seq}: "
+            f"published at {one.at_ms - from_ms} ms, acknowledged {acked}, sent up to "
+            f"{one.sends} times; delivered {told or 'never'}"
+        )
 
 
 def _drain(

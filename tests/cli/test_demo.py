@@ -62,6 +62,7 @@ def test_without_the_plugin_the_loss_is_counted_and_the_log_is_kept(tmp_path: Pa
     (folder,) = tmp_path.iterdir()
     assert str(folder) in ended.err
     assert (folder / "broker.log").stat().st_size > 0
+    assert "lost: sensor " in (folder / "findings.txt").read_text()
 
 
 def test_a_broker_that_cannot_start_is_told_with_its_log(
@@ -78,7 +79,7 @@ def test_a_broker_that_cannot_start_is_told_with_its_log(
     assert ended.code == 3
     assert "could not be carried out (seed 7): the broker ended at once" in ended.err
     assert "no broker today" in ended.err
-    assert "Log, configuration and data: " in ended.err
+    assert "Log, findings and data: " in ended.err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

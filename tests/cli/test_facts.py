@@ -114,6 +114,18 @@ def test_qos_1_that_the_sensor_sent_again_may_come_once_more_but_not_twice() -> 
     assert (total.sent_again, total.duplicated, total.redelivered) == (1, 1, 0)
 
 
+def test_findings_tell_the_story_of_what_was_lost_or_duplicated() -> None:
+    lost, twice, good = series(3, 2)
+    copies = [arrival(twice, 300), arrival(good, 310), arrival(twice, BACK_MS, connection=1)]
+    assert facts(published(lost, twice, good), copies).findings == [
+        "lost: sensor 1, QoS 2, seq 1: published at 100 ms, acknowledged 110 ms, "
+        "sent up to 1 times; delivered never",
+        "duplicated: sensor 1, QoS 2, seq 2: published at 100 ms, acknowledged 110 ms, "
+        "sent up to 1 times; delivered at 300 ms on connection 0, DUP 0; "
+        "at 9000 ms on connection 1, DUP 0",
+    ]
+
+
 def test_a_reading_sent_again_and_redelivered_needs_both_reasons() -> None:
     one = Reading(1, 1, 1)
     copies = [
