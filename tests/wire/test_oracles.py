@@ -3,6 +3,7 @@
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from amqtt.adapters import BufferReader
@@ -19,14 +20,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from paho.mqtt import client as paho
 from paho.mqtt.enums import CallbackAPIVersion, MQTTProtocolVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties as PahoProperties
+from paho.mqtt.reasoncodes import ReasonCode
 
 from broker_ext.wire import (
+    PROPERTIES,
     Connack,
     Connect,
     ConnectWill,
     Decoder,
     Disconnect,
     Packet,
+    Properties,
     Puback,
     Pubcomp,
     Publish,
@@ -38,8 +44,15 @@ from broker_ext.wire import (
     Unsuback,
     Unsubscribe,
     encode,
+    encode_properties,
+    valid_reason,
 )
+from broker_ext.wire.fields import Fields
+from broker_ext.wire.kinds import PUBLISH, WILL
+from broker_ext.wire.properties import read_properties
 from tests.wire import strategies
+
+paho_properties: Any = PahoProperties  # untyped, and its attributes are made as they are set
 
 topics = strategies.topics.map(bytes.decode)
 filters = strategies.filters.map(bytes.decode)
@@ -253,3 +266,73 @@ def test_paho_and_we_understand_each_other(version: int) -> None:
         Disconnect(),
     ]
     assert [(message.topic, message.payload) for message in messages] == [("back", b"\xff\x00")]
+
+
+def test_paho_and_we_understand_each_other_in_mqtt_5() -> None:
+    def prepare(client: paho.Client) -> None:
+        will = paho_properties(PacketTypes.WILLMESSAGE)
+        will.WillDelayInterval = 5
+        client.username_pw_set("user", "pass")
+        client.will_set("will", b"\xff\x00", 1, retain=True, properties=will)
+
+    packets, messages = converse(5, prepare)
+    will = ConnectWill(b"will", b"\xff\x00", 1, True, Properties(((24, 5),)))
+    topic = "a/\u20ac".encode()
+    assert packets == [
+        Connect(5, b"id", True, 60, b"user", b"pass", will),
+        Subscribe(1, (SubscribeFilter(b"a/#", 1), SubscribeFilter(b"b", 2))),
+        Publish(0, topic, 0, b"\xff\x00"),
+        Publish(3, topic, 3, b"\xff\x00"),
+        Publish(4, topic, 4, b"\xff\x00"),
+        Pubrel(4),
+        Unsubscribe(5, (b"a/#", b"b")),
+        Disconnect(),
+    ]
+    assert [(message.topic, message.payload) for message in messages] == [("back", b"\xff\x00")]
+
+
+def test_properties_that_paho_wrote() -> None:
+    theirs = paho_properties(PacketTypes.PUBLISH)
+    theirs.PayloadFormatIndicator = 1
+    theirs.MessageExpiryInterval = 60
+    theirs.ContentType = "text/plain"
+    theirs.ResponseTopic = "r"
+    theirs.CorrelationData = b"\xff\x00"
+    theirs.UserProperty = [("k", "v"), ("k", "w")]
+    ours = read_properties(Fields(theirs.pack()), PUBLISH)
+    assert ours is not None
+    assert ours.get(1) == 1
+    assert ours.get(2) == 60
+    assert (ours.get(3), ours.get(8), ours.get(9)) == (b"text/plain", b"r", b"\xff\x00")
+    assert ours.all(38) == ((b"k", b"v"), (b"k", b"w"))
+
+
+def test_paho_reads_our_properties() -> None:
+    ours = Properties(((2, 60), (38, (b"k", b"v")), (9, b"\xff\x00"), (35, 9), (38, (b"k", b"w"))))
+    theirs = paho_properties(PacketTypes.PUBLISH)
+    theirs.unpack(encode_properties(ours, PUBLISH))
+    assert (theirs.MessageExpiryInterval, theirs.TopicAlias) == (60, 9)
+    assert theirs.CorrelationData == b"\xff\x00"
+    assert theirs.UserProperty == [("k", "v"), ("k", "w")]
+
+
+def test_the_table_of_properties_is_that_of_paho() -> None:
+    theirs = paho_properties(PacketTypes.PUBLISH)
+    kinds = {
+        ident: {WILL if kind == PacketTypes.WILLMESSAGE else kind for kind in found}
+        for ident, (_, found) in theirs.properties.items()
+    }
+    assert {ident: set(rule.kinds) for ident, rule in PROPERTIES.items()} == kinds
+    names = {ident: name for name, ident in theirs.names.items()}
+    assert {ident: rule.name for ident, rule in PROPERTIES.items()} == names
+
+
+def test_the_table_of_reasons_is_that_of_paho_but_for_one_it_lacks() -> None:
+    theirs = ReasonCode(PacketTypes.CONNACK).names
+    kinds = {
+        code: {kind for found in names.values() for kind in found} for code, names in theirs.items()
+    }
+    kinds[0x99].add(PacketTypes.CONNACK)  # section 3.2.2.2: of the will's payload
+    for code in range(256):
+        for kind in range(1, 16):
+            assert valid_reason(kind, code) == (kind in kinds.get(code, ())), (code, kind)

@@ -11,8 +11,15 @@ from broker_ext.wire.errors import MalformedPacket
 from tests.wire import strategies
 from tests.wire.cases import CASES, MALFORMED
 
-streams = st.tuples(strategies.connects(), st.lists(strategies.from_clients, max_size=8)).map(
-    lambda stream: [stream[0], *stream[1]]
+streams = strategies.connects().flatmap(
+    lambda connect: st.lists(strategies.from_clients(connect.version), max_size=8).map(
+        lambda packets: [connect, *packets]
+    )
+)
+answers = st.sampled_from((3, 4, 5)).flatmap(
+    lambda version: st.tuples(
+        st.just(version), st.lists(strategies.from_servers(version), min_size=1, max_size=8)
+    )
 )
 
 
@@ -21,9 +28,9 @@ def same(found: list[Packet], expected: list[Packet]) -> bool:
 
 
 def encoded(packets: list[Packet]) -> bytes:
-    first = packets[0]
-    version = first.version if isinstance(first, Connect) else 4
-    return b"".join(encode(packet, version) for packet in packets)
+    connect = packets[0]
+    assert isinstance(connect, Connect)
+    return b"".join(encode(packet, connect.version) for packet in packets)
 
 
 def feed_in_pieces(reader: Decoder, raw: bytes, cuts: list[int]) -> list[Packet]:
@@ -44,10 +51,12 @@ def test_what_a_client_says_comes_back(packets: list[Packet]) -> None:
     assert reader.pending_bytes == 0
 
 
-@given(st.lists(strategies.from_servers, min_size=1, max_size=8))
-def test_what_a_server_says_comes_back(packets: list[Packet]) -> None:
-    reader = Decoder(server=False)
-    assert same(reader.feed(encoded(packets)), packets)
+@given(answers)
+def test_what_a_server_says_comes_back(said: tuple[int, list[Packet]]) -> None:
+    version, packets = said
+    reader = Decoder(server=False, version=version)
+    raw = b"".join(encode(packet, version) for packet in packets)
+    assert same(reader.feed(raw), packets)
     assert reader.error is None
 
 
@@ -65,7 +74,7 @@ _noise = st.one_of(
     st.binary(max_size=60),
     st.lists(st.one_of(st.sampled_from(_rows), st.binary(max_size=4)), max_size=6).map(b"".join),
 )
-_sides = st.sampled_from(((True, 0), (True, 3), (True, 4), (False, 4)))
+_sides = st.sampled_from(((True, 0), (True, 3), (True, 4), (True, 5), (False, 4), (False, 5)))
 
 
 @given(_noise, _sides, st.lists(st.integers(0, 200), max_size=8))
@@ -99,10 +108,12 @@ def test_after_an_error_there_is_nothing_more(
     st.one_of(
         st.binary(max_size=12),
         st.builds(
-            lambda size, rest: bytes((0, size)) + rest, st.integers(0, 4), st.binary(max_size=9)
+            lambda size, rest: bytes((0, size)) + rest,
+            st.integers(0, 4),
+            st.lists(st.sampled_from(b"\0\1\2\x23ab+\xff"), max_size=9).map(bytes),
         ),
     ),
-    st.sampled_from((3, 4)),
+    st.sampled_from((3, 4, 5)),
 )
 def test_the_hot_loop_reads_what_the_careful_reader_reads(
     first: int, body: bytes, version: int
