@@ -190,7 +190,7 @@ def _save(txn: WriteTxn, record: Record) -> None:
     txn.put(Space.CONSUMER, U64.pack(record.id), record.pack())
 
 
-def _needed_after(txn: ReadTxn, record: Record) -> int:
+def needed_after(txn: ReadTxn, record: Record) -> int:
     """What is above this offset is needed; NONE = nothing is."""
     unsettled = lowest_unsettled(claims_of(txn, record.id))
     before = NONE if unsettled == NONE else unsettled - 1
@@ -201,7 +201,7 @@ def _needed_after(txn: ReadTxn, record: Record) -> int:
 
 def _checkpoint(txn: WriteTxn, record: Record) -> None:
     """Bring the retention index up to the record. The record is saved afterwards."""
-    position = _needed_after(txn, record)
+    position = needed_after(txn, record)
     if position == record.indexed:
         return
     if record.indexed != NONE:
