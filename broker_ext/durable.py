@@ -45,6 +45,9 @@ AHEAD_MIN: Final = 256
 """Deliveries claimed ahead of the window: a drain then waits for a commit only every few hundred."""
 READ_ENTRIES_MAX: Final = 512
 READ_BYTES_MAX: Final = 256 << 10
+TAIL_WALK_MAX: Final = 512
+"""Entries of the committer's tail that a session that is behind looks through itself; when it is
+further behind, the store's planner finds what it missed at less cost."""
 FETCH_MAX: Final = 128
 """Deliveries of earlier connections whose messages are read at a time."""
 
@@ -307,12 +310,19 @@ class DurableSession(Session):
         if self.live or self.sealed or self._holds or self._reading is not None:
             return
         if not self.hub.router.guarded:
-            tail = self.committer.since(self.cursor)
+            tail = self._tail()
             if tail is not None:
                 self._claim_all([(e, self._granted(e)) for e in tail], self.committer.last)
                 return
         self._reading = asyncio.ensure_future(self._read())
         self._reading.add_done_callback(self._task_done)
+
+    def _tail(self) -> list[Entry] | None:
+        """What comes after the cursor, if it is in memory and short, or not committed yet."""
+        committer, cursor = self.committer, self.cursor
+        if committer.last - cursor > TAIL_WALK_MAX and cursor < committer.head:
+            return None
+        return committer.since(cursor)
 
     def _granted(self, entry: Entry) -> int:
         """The QoS an entry is to be delivered with, 0 = not at all."""
@@ -365,7 +375,7 @@ class DurableSession(Session):
         """Returns whether to go on."""
         epoch = self._epoch
         guarded = self.hub.router.guarded
-        tail = self.committer.since(self.cursor)
+        tail = self._tail()
         if tail is not None and not guarded:
             return self._claim_all([(e, self._granted(e)) for e in tail], self.committer.last)
         if tail is not None:
