@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-__all__ = ["BrokerProcess", "DemoFailed"]
+__all__ = ["HOST", "BrokerProcess", "DemoFailed", "listens"]
 
 HOST = "127.0.0.1"
 UP_MS = 20_000  # a start takes less than a second; a busy machine may need ten times as long
@@ -32,6 +32,15 @@ LOG_TAIL_LINES = 15
 
 class DemoFailed(Exception):  # noqa: N818 - reads as what it says
     """The demo could not be carried out; the text is for a person."""
+
+
+def listens(port: int) -> bool:
+    """Whether somebody accepts connections there now."""
+    try:
+        socket.create_connection((HOST, port), timeout=1).close()
+    except OSError:
+        return False
+    return True
 
 
 class BrokerProcess:
@@ -103,7 +112,7 @@ class BrokerProcess:
                 cwd=self._config.parent,
                 start_new_session=True,  # a Ctrl-C is ours to handle, and its group ours to kill
             )
-        while not self._listens():
+        while not listens(self.port):
             if self._process.poll() is not None:
                 raise DemoFailed(f"the broker ended at once; {self._log_tail()}")
             if now_ms() - started_ms > UP_MS or "Broker startup failed" in self._log_tail():
@@ -126,13 +135,6 @@ class BrokerProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):  # then it is killed
                 self._process.wait(STOP_MS / 1000)
         self.kill()
-
-    def _listens(self) -> bool:
-        try:
-            socket.create_connection((HOST, self.port), timeout=1).close()
-        except OSError:
-            return False
-        return True
 
     def _a_free_port(self) -> int:
         for port in self._ports.sample(PORTS, k=50):

@@ -6,6 +6,10 @@ Rule 2  A sensor gives paho a reading only while its connection stands, and afte
         once paho has sent again what was under way. paho writes a message published between the
         opening of the socket and CONNACK ahead of older ones; the order would be broken before
         the broker sees it. Until then readings wait in the sensor.
+Rule 3  A sensor dials again only when somebody listens, and once. Each attempt of paho (2.1, 2.2)
+        to reconnect resets the state of what is under way; the first turns "PUBREC received" into
+        "send PUBREL again", the second turns that into "send PUBLISH again", which MQTT forbids
+        [MQTT-4.3.3-1] and which makes a second message of a reading whose PUBREL had arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from paho.mqtt import client as paho
 from paho.mqtt.enums import CallbackAPIVersion
 
-from broker_ext.demo.broker import HOST
+from broker_ext.demo.broker import HOST, listens
 from broker_ext.demo.clock import now_ms, sleep_ms
 from broker_ext.demo.facts import Published
 from broker_ext.demo.readings import Reading, payload, topic
@@ -34,7 +38,7 @@ __all__ = ["Fleet"]
 
 TICK_MS = 10
 INFLIGHT_MAX = 100  # paho's own 20 would measure round trips
-RECONNECT_S = 1  # paho counts whole seconds
+DIAL_MS = 250
 
 
 class _Event(NamedTuple):
@@ -65,6 +69,7 @@ class Sensor:
         self.acknowledged = 0
         self.returns: list[bool] = []
         self.connected = False
+        self.is_down = False
         self._seed = seed
         self._seqs = {1: 0, 2: 0}
         self._waiting: deque[Reading] = deque()
@@ -78,16 +83,26 @@ class Sensor:
             client_id=f"demo-sensor-{number:03}",
             clean_session=False,  # or QoS 2 would not be exactly once over a reconnect
             protocol=paho.MQTTv311,
+            reconnect_on_failure=False,  # Rule 3
         )
         self._client.max_inflight_messages_set(INFLIGHT_MAX)
-        self._client.reconnect_delay_set(RECONNECT_S, RECONNECT_S)
         self._client.on_connect = self._on_connect
         self._client.on_disconnect = self._on_disconnect
         self._client.on_publish = self._on_publish
         self._client.connect_async(HOST, port)
 
     def start(self) -> None:
-        """Connect, and reconnect whenever needed, in paho's own thread."""
+        """Connect, in paho's own thread."""
+        self._client.loop_start()
+
+    def dial(self) -> None:
+        """Connect again with the same session; somebody listens (Rule 3)."""
+        self._client.loop_stop()  # it has ended with the connection; this collects the thread
+        try:
+            self._client.reconnect()
+        except OSError:
+            return  # gone again; the fleet calls later
+        self.is_down = False
         self._client.loop_start()
 
     def stop(self) -> None:
@@ -133,6 +148,7 @@ class Sensor:
             case "down":
                 self._downs += 1
                 self.connected = self._open = False
+                self.is_down = True
 
     # paho's thread, from here on (Rule 1)
 
@@ -178,6 +194,7 @@ class Fleet:
     def __init__(self, *, sensors: int, rate: int, seed: int, port: int) -> None:
         self._sensors = [Sensor(number, seed, port) for number in range(1, sensors + 1)]
         self._rate = rate
+        self._port = port
         self._turns = random.Random(seed)  # noqa: S311 - no secret
         self._publishing = False
         self._ended = threading.Event()
@@ -251,7 +268,7 @@ class Fleet:
         order = list(self._sensors)
         measured = 0
         due = 0.0
-        last_ms = now_ms()
+        last_ms = dial_ms = now_ms()
         while not self._ended.is_set():
             at_ms = now_ms()
             if self._publishing:
@@ -265,4 +282,13 @@ class Fleet:
                 measured += 1
             for sensor in self._sensors:
                 sensor.work()
+            if at_ms >= dial_ms:
+                self._dial()
+                dial_ms = at_ms + DIAL_MS
             sleep_ms(TICK_MS)
+
+    def _dial(self) -> None:
+        down = [sensor for sensor in self._sensors if sensor.is_down]
+        if down and listens(self._port):
+            for sensor in down:
+                sensor.dial()

@@ -117,12 +117,11 @@ def test_qos_1_that_the_sensor_sent_again_may_come_once_more_but_not_twice() -> 
 def test_findings_tell_the_story_of_what_was_lost_or_duplicated() -> None:
     lost, twice, good = series(3, 2)
     copies = [arrival(twice, 300), arrival(good, 310), arrival(twice, BACK_MS, connection=1)]
+    twice_told = "at 300 ms on connection 0, DUP 0; at 9000 ms on connection 1, DUP 0"
+    sent = "published at 100 ms, acknowledged 110 ms, sent up to 1 times"
     assert facts(published(lost, twice, good), copies).findings == [
-        "lost: sensor 1, QoS 2, seq 1: published at 100 ms, acknowledged 110 ms, "
-        "sent up to 1 times; delivered never",
-        "duplicated: sensor 1, QoS 2, seq 2: published at 100 ms, acknowledged 110 ms, "
-        "sent up to 1 times; delivered at 300 ms on connection 0, DUP 0; "
-        "at 9000 ms on connection 1, DUP 0",
+        f"lost: sensor 1, QoS 2, seq 1: {sent}; delivered never",
+        f"duplicated: sensor 1, QoS 2, seq 2: {sent}; delivered {twice_told}",
     ]
 
 
