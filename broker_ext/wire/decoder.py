@@ -6,7 +6,7 @@ Rule 3. A packet that will be refused for its fixed header is refused before it 
 Rule 4. Buffering costs time and memory linear in what was received, however it was cut.
 """
 
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from broker_ext.wire.bodies import check_header, read_connect, read_packet
 from broker_ext.wire.errors import MalformedPacket
@@ -15,6 +15,9 @@ from broker_ext.wire.names import TopicNames
 from broker_ext.wire.numbers import REMAINING_BYTES_MAX
 from broker_ext.wire.packets import Packet, Puback, Pubcomp, Publish, Pubrec, Pubrel
 from broker_ext.wire.reasons import MALFORMED, PACKET_TOO_LARGE, PROTOCOL_ERROR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PACKET_BYTES_MAX: Final = REMAINING_BYTES_MAX + 5
 """A whole packet with the largest Remaining Length and its fixed header."""
@@ -128,6 +131,8 @@ class Decoder:
         acks = _ACKS.get
         bytes_max = self._bytes_max
         properties = self.version == 5  # then their length follows, and is 0 on this path
+        # a new topic; in MQTT 5 it may be empty, which is for the careful reader to judge
+        admit: Callable[[bytes], bytes | None] = known if properties else self._names.admit
         end = len(data)
         while True:
             body = pos + 2
@@ -160,7 +165,7 @@ class Decoder:
                     at = topic_at + (data[body] << 8 | data[body + 1])
                     payload_at = at + 2
                     if payload_at <= stop:
-                        topic = known(data[topic_at:at])
+                        topic = known(data[topic_at:at]) or admit(data[topic_at:at])
                         packet_id = data[at] << 8 | data[at + 1]
                         if properties:
                             if payload_at < stop and not data[payload_at]:
@@ -188,7 +193,7 @@ class Decoder:
                 topic_at = body + 2
                 at = topic_at + (data[body] << 8 | data[body + 1])
                 if at <= stop:
-                    topic = known(data[topic_at:at])
+                    topic = known(data[topic_at:at]) or admit(data[topic_at:at])
                     if properties:
                         if at < stop and not data[at]:
                             at += 1
