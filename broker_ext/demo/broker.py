@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-__all__ = ["HOST", "BrokerProcess", "DemoFailed", "listens"]
+__all__ = ["HOST", "BrokerProcess", "DemoFailed", "answers"]
 
 HOST = "127.0.0.1"
 UP_MS = 20_000  # a start takes less than a second; a busy machine may need ten times as long
@@ -28,19 +28,30 @@ STARTS = 5  # a port that looked free may be taken by the time the broker binds 
 PORTS = range(20_000, 32_000)  # below the ports that systems give to outgoing connections: one of
 # those, dialled while nobody listens on it, can connect to itself and keep the broker out
 LOG_TAIL_LINES = 15
+PROBE_S = 1
+CONNECT = b"\x10\x16\x00\x04MQTT\x04\x02\x00\x05\x00\x0ademo-probe"  # 3.1.1, clean session
+CONNACK = b"\x20\x02\x00\x00"
+DISCONNECT = b"\xe0\x00"
 
 
 class DemoFailed(Exception):  # noqa: N818 - reads as what it says
     """The demo could not be carried out; the text is for a person."""
 
 
-def listens(port: int) -> bool:
-    """Whether somebody accepts connections there now."""
+def answers(port: int) -> bool:
+    """Whether a broker answers a CONNECT there now.
+
+    That a connection is accepted proves nothing: a process that is being killed closes its
+    sockets one by one, and the listening one may be the last.
+    """
     try:
-        socket.create_connection((HOST, port), timeout=1).close()
+        with socket.create_connection((HOST, port), timeout=PROBE_S) as probe:
+            probe.sendall(CONNECT)
+            answer = probe.recv(len(CONNACK), socket.MSG_WAITALL)
+            probe.sendall(DISCONNECT)
     except OSError:
         return False
-    return True
+    return answer == CONNACK
 
 
 class BrokerProcess:
@@ -88,9 +99,9 @@ class BrokerProcess:
                 return
 
     def start(self) -> int:
-        """Start a process on the same port and data, wait until it listens; return after how long.
+        """Start a process on the same port and data, wait until it answers; return after how long.
 
-        unit: ms, from the start of the process to the first connection. Raises DemoFailed.
+        unit: ms, from the start of the process to the first CONNACK. Raises DemoFailed.
         """
         self._config.write_text(
             yaml.safe_dump(
@@ -112,12 +123,12 @@ class BrokerProcess:
                 cwd=self._config.parent,
                 start_new_session=True,  # a Ctrl-C is ours to handle, and its group ours to kill
             )
-        while not listens(self.port):
+        while not answers(self.port):
             if self._process.poll() is not None:
                 raise DemoFailed(f"the broker ended at once; {self._log_tail()}")
             if now_ms() - started_ms > UP_MS or "Broker startup failed" in self._log_tail():
                 # amqtt's script lives on after a failed start, without a listener
-                raise DemoFailed(f"the broker does not listen; {self._log_tail()}")
+                raise DemoFailed(f"the broker does not answer; {self._log_tail()}")
             sleep_ms(10)
         return now_ms() - started_ms
 

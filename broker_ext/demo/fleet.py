@@ -6,7 +6,7 @@ Rule 2  A sensor gives paho a reading only while its connection stands, and afte
         once paho has sent again what was under way. paho writes a message published between the
         opening of the socket and CONNACK ahead of older ones; the order would be broken before
         the broker sees it. Until then readings wait in the sensor.
-Rule 3  A sensor dials again only when somebody listens, and once. Each attempt of paho (2.1, 2.2)
+Rule 3  A sensor dials again only when the broker answers, and once. Each attempt of paho (2.1, 2.2)
         to reconnect resets the state of what is under way; the first turns "PUBREC received" into
         "send PUBREL again", the second turns that into "send PUBLISH again", which MQTT forbids
         [MQTT-4.3.3-1] and which makes a second message of a reading whose PUBREL had arrived.
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 from paho.mqtt import client as paho
 from paho.mqtt.enums import CallbackAPIVersion
 
-from broker_ext.demo.broker import HOST, listens
+from broker_ext.demo.broker import HOST, answers
 from broker_ext.demo.clock import now_ms, sleep_ms
 from broker_ext.demo.facts import Published
 from broker_ext.demo.readings import Reading, payload, topic
@@ -96,7 +96,7 @@ class Sensor:
         self._client.loop_start()
 
     def dial(self) -> None:
-        """Connect again with the same session; somebody listens (Rule 3)."""
+        """Connect again with the same session; the broker answers (Rule 3)."""
         self._client.loop_stop()  # it has ended with the connection; this collects the thread
         try:
             self._client.reconnect()
@@ -289,6 +289,6 @@ class Fleet:
 
     def _dial(self) -> None:
         down = [sensor for sensor in self._sensors if sensor.is_down]
-        if down and listens(self._port):
+        if down and answers(self._port):
             for sensor in down:
                 sensor.dial()

@@ -55,7 +55,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Facts of act one and what it took. restart_ms: from the new process to a connection."""
+    """Facts of act one and what it took. restart_ms: from the new process to a CONNACK."""
 
     facts: Facts
     restart_ms: int
