@@ -80,11 +80,11 @@ _heads: dict[tuple[int, bytes, int], bytes] = {}
 class Transport(Protocol):
     """What a connection needs of an asyncio transport (or of an adapter that looks like one)."""
 
-    def write(self, data: bytes) -> None: ...  # noqa: D102
-    def close(self) -> None: ...  # noqa: D102
-    def abort(self) -> None: ...  # noqa: D102
-    def pause_reading(self) -> None: ...  # noqa: D102
-    def resume_reading(self) -> None: ...  # noqa: D102
+    def write(self, data: bytes) -> None: ...
+    def close(self) -> None: ...
+    def abort(self) -> None: ...
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
 
 
 class Guard(Protocol):
@@ -161,7 +161,8 @@ class Connection(asyncio.Protocol):
         self.guard = guard
         self.peername = peername
         self.decoder = Decoder(
-            packet_bytes_max=hub.settings.max_packet_bytes, versions=hub.settings.versions,
+            packet_bytes_max=hub.settings.max_packet_bytes,
+            versions=hub.settings.versions,
             names=hub.names,
         )
         self.session: Session | None = None
@@ -233,9 +234,7 @@ class Connection(asyncio.Protocol):
             self._end(MALFORMED)  # [MQTT-4.7.2-1]: applications must not; amqtt closes too
             return
         self.hub.figures.published += 1
-        session.receive(
-            topic, payload, (flags >> 1) & 3, packet_id, retain=bool(flags & 1)
-        )
+        session.receive(topic, payload, (flags >> 1) & 3, packet_id, retain=bool(flags & 1))
 
     def _answer(self, session: Session, packet: Packet) -> None:
         match packet:
@@ -407,9 +406,7 @@ class Connection(asyncio.Protocol):
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
 
-    def publish(
-        self, entry: Entry, qos: int, packet_id: int, *, dup: bool, retain: bool
-    ) -> None:
+    def publish(self, entry: Entry, qos: int, packet_id: int, *, dup: bool, retain: bool) -> None:
         """Send a PUBLISH."""
         payload = entry.payload
         first = 0x30 | (qos << 1) | (8 if dup else 0) | retain
@@ -492,7 +489,11 @@ class Connection(asyncio.Protocol):
         self.hub.committer.when_room(self._resume)
 
     def _resume(self) -> None:
-        if self._paused and not (self.closed or self._stopped) and self._lane_bytes <= LANE_BYTES_MAX:
+        if (
+            self._paused
+            and not (self.closed or self._stopped)
+            and self._lane_bytes <= LANE_BYTES_MAX
+        ):
             self._paused = False
             self.heard = True
             self.transport.resume_reading()

@@ -42,7 +42,7 @@ __all__ = ["DurableSession"]
 log = logging.getLogger("amqtt_durable.session")
 
 AHEAD_MIN: Final = 256
-"""Deliveries claimed ahead of the window: a drain then waits for a commit only every few hundred."""
+"""Deliveries claimed ahead of the window: a drain then waits for a commit every few hundred."""
 READ_ENTRIES_MAX: Final = 512
 READ_BYTES_MAX: Final = 256 << 10
 TAIL_WALK_MAX: Final = 512
@@ -285,10 +285,12 @@ class DurableSession(Session):
                 break
             if flight.entry is None:
                 left.append(flight)
+        for flight in left:
+            if flight.state & HELD:  # a held message is in the snapshot, or it is gone
+                self._fetching = None
+                self._lose(flight.offset, b"")
+                return
         try:
-            for flight in left:
-                if flight.state & HELD:
-                    raise EntryGone(flight.offset)
             entries = await self.hub.store.fetch([f.offset for f in left])
         except (EntryGone, EntryDamaged) as error:
             self._lose(error.offset, getattr(error, "topic", b""))

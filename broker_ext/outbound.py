@@ -142,7 +142,7 @@ class Outbound:
     # -------------------------------------------------------------------------- claiming
 
     def restore(self, snapshot: Snapshot) -> list[int]:
-        """Take over what earlier connections left. Returns the ids whose PUBREL is due, in order."""
+        """Take over what earlier connections left. Returns the ids whose PUBREL is due."""
         self.next_claim = snapshot.consumer.next_claim
         self.next_held = snapshot.consumer.next_held
         self.next_packet_id = snapshot.consumer.next_packet_id
@@ -280,7 +280,7 @@ class Outbound:
     # ---------------------------------------------------------------------------- sending
 
     def take(self) -> Flight:
-        """The next delivery to send: ``ready`` and the window were looked at, the entry is there."""
+        """The next delivery to send; ``ready``, the window and its entry were looked at."""
         flight = self.ready.popleft()
         flight.sent = True
         self.sent += 1

@@ -21,7 +21,7 @@ from broker_ext.durable import DurableSession
 from broker_ext.resume import Finding, Verdict, verdict
 from broker_ext.session import End, Session, TransientSession
 from broker_ext.wire import connack
-from storage.api import INCARNATION_BYTES, Acquire, Acquired, Bind, Discard, Entry, Will
+from storage.api import INCARNATION_BYTES, Acquire, Acquired, Bind, Entry, Will
 from storage.errors import NotOwner, StoreError
 
 if TYPE_CHECKING:
@@ -68,9 +68,7 @@ class Registry:
                 del self._lines[client_id]
 
         if before is not None:
-            finished, _ = await asyncio.wait(
-                [before], timeout=self.hub.settings.takeover_timeout_s
-            )
+            finished, _ = await asyncio.wait([before], timeout=self.hub.settings.takeover_timeout_s)
             if not finished:
                 before.add_done_callback(done)
                 raise _GaveUpError
@@ -294,10 +292,6 @@ class Registry:
         if self.owners.get(session.client_id) is session:
             del self.owners[session.client_id]
         session.discard()
-
-    async def forget(self, client_id: bytes, incarnation: bytes, consumer_id: int) -> None:
-        """Delete the record of a session at rest (admin)."""
-        await self.hub.committer.apply(Discard(consumer_id, incarnation))
 
 
 def _message(will: ConnectWill) -> Entry:

@@ -159,7 +159,7 @@ class Router:
             )
             stored = True
             for session, granted in route.durable:
-                session.offer(entry, granted if granted < qos else qos)
+                session.offer(entry, min(qos, granted))
             if not route.direct:
                 return True
         elif route.direct or route.durable:
@@ -170,5 +170,5 @@ class Router:
         else:
             return stored
         for session, granted in route.direct:
-            session.pass_on(entry, granted if granted < qos else qos)
+            session.pass_on(entry, min(qos, granted))
         return stored

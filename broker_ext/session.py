@@ -57,9 +57,7 @@ class Peer(Protocol):
         """Send bytes, together with what else this turn of the loop brings."""
         ...
 
-    def publish(
-        self, entry: Entry, qos: int, packet_id: int, *, dup: bool, retain: bool
-    ) -> None:
+    def publish(self, entry: Entry, qos: int, packet_id: int, *, dup: bool, retain: bool) -> None:
         """Send a PUBLISH."""
         ...
 
@@ -345,9 +343,7 @@ class TransientSession(Session):
 
     def _room_for_retained(self) -> bool:
         return (
-            super()._room_for_retained()
-            and not self._queue
-            and len(self._under_way) < self.window
+            super()._room_for_retained() and not self._queue and len(self._under_way) < self.window
         )
 
     async def subscribe(self, grants: list[Grant]) -> list[int]:

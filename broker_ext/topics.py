@@ -7,10 +7,12 @@ a filter that begins with a wildcard [MQTT-4.7.2-1].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-__all__ = ["FilterTree", "TopicTree", "matches", "matcher"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+__all__ = ["FilterTree", "TopicTree", "matcher", "matches"]
 
 T = TypeVar("T")
 MATCHER_CACHE_MAX = 4096

@@ -74,7 +74,7 @@ INCARNATION_BYTES: Final = 16
 """An incarnation is 16 random bytes, minted for each owner of a consumer."""
 
 NAME_BYTES_MAX: Final = 65_535
-"""Longest client id, topic, filter or user name [MQTT-1.5.3]: a UTF-8 string has a 16-bit length."""
+"""Longest client id, topic, filter or user name: a UTF-8 string has a 16-bit length [1.5.3]."""
 
 ENTRY_BYTES_MAX: Final = 268_435_455
 """Largest body of an entry: MQTT's own largest packet."""
@@ -244,7 +244,7 @@ class FilterCount(NamedTuple):
     """A distinct durable filter (granted QoS >= 1) and how many consumers have it."""
 
     filter: bytes
-    count: int
+    count: int  # type: ignore[assignment] # tuple.count is of no use here
 
 
 @dataclass(frozen=True, slots=True)
@@ -557,9 +557,7 @@ class Store(Protocol):
         Owners that died with the last process are detached at ``now_ms``."""
         ...
 
-    def submit(
-        self, batch: Batch, done: Callable[[list[Outcome] | BaseException], None]
-    ) -> None:
+    def submit(self, batch: Batch, done: Callable[[list[Outcome] | BaseException], None]) -> None:
         """Apply a batch in the writer; ``done`` runs in the event loop, with one outcome for each
         operation, or with the error that the whole batch met (StoreFull, StoreUnavailable)."""
         ...

@@ -6,8 +6,8 @@ Rule 2. Who waits for nothing does not hurry: ``lazy`` work (settlements) rides 
         batch, or goes by itself after LAZY_MS.
 Rule 3. A batch is closed at the last moment. Whoever joined it is asked for its operations then
         (``Participant.collect``), so that one consumer writes once for each batch.
-Rule 4. Bytes in flight are bounded. Above ``bytes_max`` ``over`` is true; who feeds us stops reading
-        and is called back when there is room (P12).
+Rule 4. Bytes in flight are bounded. Above ``bytes_max`` ``over`` is true; who feeds us stops
+        reading and is called back when there is room (P12).
 
 Failures (P11): StoreUnavailable and its kind keep the batch and try again, 50 ms to 1 s later;
 operations that somebody is waiting for with an answer of its own (``retry=False``: CONNECT,
@@ -21,16 +21,18 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from storage.api import Batch, Entry, Op, Outcome, Store
-from storage.clock import Clock
 from storage.errors import StoreError, StoreUnavailable
+
+if TYPE_CHECKING:
+    from storage.clock import Clock
 
 __all__ = ["Committer", "Done", "Participant"]
 
 LAZY_MS: Final = 10
-"""How long a settlement may wait for company: far below what a client would notice after a crash."""
+"""How long a settlement may wait for company: a crash within it sends a message again."""
 RETRY_MS_MIN: Final = 50
 RETRY_MS_MAX: Final = 1000
 TAIL_BYTES_MAX: Final = 4 << 20
@@ -89,9 +91,7 @@ def _call(done: Done, outcome: Outcome) -> None:
 class Committer:
     """The one writer's queue. All methods are called from the event loop."""
 
-    def __init__(
-        self, store: Store, clock: Clock, *, head: int, bytes_max: int = 16 << 20
-    ) -> None:
+    def __init__(self, store: Store, clock: Clock, *, head: int, bytes_max: int = 16 << 20) -> None:
         self.store = store
         self.clock = clock
         self.head = head
@@ -119,7 +119,7 @@ class Committer:
 
     # ------------------------------------------------------------------ filling a batch
 
-    def append(  # noqa: PLR0913 - the fields of an Entry; this is the hot path
+    def append(  # noqa: PLR0913, PLR0917 - the fields of an Entry; this is the hot path
         self,
         topic: bytes,
         payload: bytes,
@@ -367,7 +367,9 @@ class Committer:
 
     def _trim(self) -> None:
         recent = self._recent
-        while self._recent_bytes > TAIL_BYTES_MAX and recent and recent[0][0][-1].offset <= self.head:
+        while (
+            self._recent_bytes > TAIL_BYTES_MAX and recent and recent[0][0][-1].offset <= self.head
+        ):
             self._recent_bytes -= recent.popleft()[1]
 
     # --------------------------------------------------------------------------- the end
