@@ -16,11 +16,20 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from broker_ext.outbound import Collected, Flight, Outbound
+from broker_ext.outbound import SETTLED, Collected, Flight, Outbound
 from broker_ext.session import REFUSED, End, Grant, Session
 from broker_ext.topics import matcher, matches
 from broker_ext.wire import PACKET_ID, PUBREL_HEAD
-from storage.api import HELD, Advance, Detach, Discard, Subscribe, Subscription, Unsubscribe
+from storage.api import (
+    HELD,
+    RECEIVED,
+    Advance,
+    Detach,
+    Discard,
+    Subscribe,
+    Subscription,
+    Unsubscribe,
+)
 from storage.errors import (
     ClaimNotHeld,
     EntryDamaged,
@@ -184,6 +193,7 @@ class DurableSession(Session):
         if self.sealed:
             return
         if collected.released:
+            self.out.committed(collected)
             self.peer.write(b"".join(PUBREL_HEAD + PACKET_ID[i] for i in collected.released))
         if collected.flights:
             self.out.ready.extend(collected.flights)
@@ -258,6 +268,8 @@ class DurableSession(Session):
         while ready and out.sent < out.window and not peer.congested:
             flight = ready[0]
             if flight.entry is None:
+                if out.next_ready() is not flight:
+                    continue  # it was acknowledged meanwhile
                 self._fetch()
                 return
             out.take()
@@ -283,7 +295,7 @@ class DurableSession(Session):
         for flight in self.out.ready:
             if len(left) == FETCH_MAX or not flight.dup:
                 break
-            if flight.entry is None:
+            if flight.entry is None and not flight.state & (RECEIVED | SETTLED):
                 left.append(flight)
         for flight in left:
             if flight.state & HELD:  # a held message is in the snapshot, or it is gone
@@ -301,7 +313,8 @@ class DurableSession(Session):
         finally:
             self._fetching = None
         for flight, entry in zip(left, entries, strict=True):
-            flight.entry = entry
+            if not flight.state & (RECEIVED | SETTLED):
+                flight.entry = entry
         if not self.sealed:
             self._send()
 

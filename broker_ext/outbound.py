@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from storage.api import Snapshot
 
-__all__ = ["PACKET_IDS", "Collected", "Flight", "Outbound"]
+__all__ = ["PACKET_IDS", "SETTLED", "Collected", "Flight", "Outbound"]
 
 PACKET_IDS: Final = 65_535
 ROW_FLIGHTS_MAX: Final = 128
@@ -63,7 +63,9 @@ class Flight:
     """One delivery. offset: of the entry, or number of the held message (state & HELD).
 
     entry: the message, until it is sent; None when it has to be read again.
-    dup: an earlier connection may have sent it [MQTT-3.3.1-1]. sent: this connection has sent it.
+    dup: an earlier connection may have sent it [MQTT-3.3.1-1], so it may be acknowledged before
+    this one sends it again (a bridge repeats its PUBREC when it comes back).
+    sent: this connection has sent it, or its client said that it has it.
     """
 
     __slots__ = ("attempts", "dup", "entry", "offset", "packet_id", "qos", "row", "sent", "state")
@@ -111,6 +113,7 @@ class Outbound:
         "_dirty",
         "_held",
         "_receiving",
+        "_undurable",
         "_unheld",
         "flights",
         "limit",
@@ -138,6 +141,7 @@ class Outbound:
         self._held: list[tuple[int, Entry]] = []
         self._unheld: list[int] = []
         self._receiving: list[int] = []
+        self._undurable: set[int] = set()  # "received" is not committed: no PUBREL, no PUBCOMP yet
 
     # -------------------------------------------------------------------------- claiming
 
@@ -239,45 +243,66 @@ class Outbound:
             row.dirty = True
             self._dirty.append(row)
 
+    def committed(self, collected: Collected) -> None:
+        """What ``collect`` returned is on disk. Its ``flights`` the caller makes ready."""
+        if collected.released:
+            self._undurable.difference_update(collected.released)
+
     def _settle(self, flight: Flight) -> None:
         del self.flights[flight.packet_id]
         if flight.state & HELD:
             self._unheld.append(flight.offset)
         flight.state = SETTLED
         flight.row.unsettled -= 1
-        self.sent -= 1
+        if flight.sent:
+            self.sent -= 1
+        else:
+            flight.entry = None  # it stands in ``ready``: ``next_ready`` passes over it
         self._touch(flight.row)
 
     def puback(self, packet_id: int) -> bool:
         """PUBACK came. False: there is no such QoS 1 delivery under way; nothing happens."""
         flight = self.flights.get(packet_id)
-        if flight is None or flight.qos != 1 or not flight.sent:
+        if flight is None or flight.qos != 1 or not (flight.sent or flight.dup):
             return False
         self._settle(flight)
         return True
 
     def pubrec(self, packet_id: int) -> bool | None:
-        """PUBREC came. True: PUBREL is due after the next commit. None: it is due at once (a
-        repetition, or an id that is not known: [MQTT-4.3.3-1] lets the client finish)."""
+        """PUBREC came. True: PUBREL is due after the next commit. False: after the commit that a
+        first PUBREC waits for. None: it is due at once (a repetition, or an id that is not known:
+        [MQTT-4.3.3-1] lets the client finish)."""
         flight = self.flights.get(packet_id)
-        if flight is None or flight.qos != 2 or not flight.sent:
+        if flight is None or flight.qos != 2 or not (flight.sent or flight.dup):
             return None
         if flight.state & RECEIVED:
-            return False if packet_id in self._receiving else None
+            return False if packet_id in self._undurable else None
         flight.state |= RECEIVED
+        if not flight.sent:
+            flight.sent = True
+            flight.entry = None
+            self.sent += 1
         self._receiving.append(packet_id)
+        self._undurable.add(packet_id)
         self._touch(flight.row)
         return True
 
     def pubcomp(self, packet_id: int) -> bool:
         """PUBCOMP came. False: nothing of that id waits for it."""
         flight = self.flights.get(packet_id)
-        if flight is None or not flight.state & RECEIVED:
+        if flight is None or not flight.state & RECEIVED or packet_id in self._undurable:
             return False
         self._settle(flight)
         return True
 
     # ---------------------------------------------------------------------------- sending
+
+    def next_ready(self) -> Flight | None:
+        """The next delivery to send, past those that were acknowledged while they stood in line."""
+        ready = self.ready
+        while ready and ready[0].state & (RECEIVED | SETTLED):
+            ready.popleft()
+        return ready[0] if ready else None
 
     def take(self) -> Flight:
         """The next delivery to send; ``ready``, the window and its entry were looked at."""
@@ -289,10 +314,6 @@ class Outbound:
         if not flight.dup:
             self.unsent_bytes -= len(entry.payload)
         return flight
-
-    def drop(self, flight: Flight) -> None:
-        """A delivery that is not to be sent after all (expired, too large) counts as settled."""
-        self._settle(flight)
 
     def release_unsent(self) -> int | None:
         """At the end of a connection: give back what was claimed ahead and never sent.
