@@ -61,6 +61,12 @@ from broker_ext.wire.reasons import (
     valid_reason,
 )
 
+__all__ = [
+    "check_header",
+    "read_connect",
+    "read_packet",
+]
+
 _BOTH_WAYS: Final = frozenset({PUBLISH, PUBACK, PUBREC, PUBREL, PUBCOMP})
 _FROM_CLIENT: Final = _BOTH_WAYS | {CONNECT, SUBSCRIBE, UNSUBSCRIBE, PINGREQ, DISCONNECT}
 _FROM_SERVER: Final = _BOTH_WAYS | {CONNACK, SUBACK, UNSUBACK, PINGRESP}

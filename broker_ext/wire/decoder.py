@@ -19,6 +19,14 @@ from broker_ext.wire.reasons import MALFORMED, PACKET_TOO_LARGE, PROTOCOL_ERROR
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+__all__ = [
+    "PACKET_BYTES_MAX",
+    "PACKET_BYTES_MIN",
+    "VERSIONS",
+    "VERSIONS_ALL",
+    "Decoder",
+]
+
 PACKET_BYTES_MAX: Final = REMAINING_BYTES_MAX + 5
 """A whole packet with the largest Remaining Length and its fixed header."""
 

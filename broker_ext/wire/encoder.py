@@ -33,6 +33,20 @@ from broker_ext.wire.packets import (
 from broker_ext.wire.properties import Properties, encode_properties
 from broker_ext.wire.reasons import valid_reason
 
+__all__ = [
+    "DISCONNECT",
+    "PINGREQ",
+    "PINGRESP",
+    "PUBACK_HEAD",
+    "PUBCOMP_HEAD",
+    "PUBREC_HEAD",
+    "PUBREL_HEAD",
+    "UNSUBACK_HEAD",
+    "connack",
+    "encode",
+    "publish_head",
+]
+
 PUBACK_HEAD: Final = b"\x40\x02"
 PUBREC_HEAD: Final = b"\x50\x02"
 PUBREL_HEAD: Final = b"\x62\x02"

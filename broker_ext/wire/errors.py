@@ -17,6 +17,13 @@ from typing import ClassVar
 
 from broker_ext.wire.reasons import UNSUPPORTED_PROTOCOL_VERSION
 
+__all__ = [
+    "MalformedPacket",
+    "UnencodablePacket",
+    "UnsupportedVersion",
+    "WireError",
+]
+
 
 class WireError(Exception):
     """Root of what the codec raises or reports. code: stable number in the style of HTTP."""
@@ -24,7 +31,7 @@ class WireError(Exception):
     code: ClassVar[int] = 500
 
 
-class MalformedPacket(WireError):  # noqa: N818 - the specification's own noun
+class MalformedPacket(WireError):
     """A peer broke the protocol; the connection has to be closed.
 
     reason_code: what MQTT 5 would say in DISCONNECT or CONNACK, 0x80..0xFF.
@@ -59,7 +66,7 @@ class UnsupportedVersion(MalformedPacket):
         self.level = level
 
 
-class UnencodablePacket(WireError, ValueError):  # noqa: N818 - names the packet, as its sibling
+class UnencodablePacket(WireError, ValueError):
     """A field is out of the range that the wire has room for. A bug of the caller."""
 
     code = 422

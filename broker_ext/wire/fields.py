@@ -4,6 +4,10 @@ from broker_ext.wire.errors import MalformedPacket
 from broker_ext.wire.names import check_text
 from broker_ext.wire.reasons import MALFORMED, PROTOCOL_ERROR
 
+__all__ = [
+    "Fields",
+]
+
 
 class Fields:
     """One packet body and how far it was read. Every method raises MalformedPacket."""

@@ -5,6 +5,15 @@ from typing import Final
 from broker_ext.wire.errors import MalformedPacket
 from broker_ext.wire.reasons import MALFORMED, TOPIC_NAME_INVALID
 
+__all__ = [
+    "NAMES_BYTES_MAX",
+    "NAMES_MAX",
+    "TopicNames",
+    "check_text",
+    "check_topic",
+    "valid_filter",
+]
+
 NAMES_MAX: Final = 65_536
 """Topic names kept; enough for a fleet with one topic per device, small enough to rebuild."""
 

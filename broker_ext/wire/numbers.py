@@ -4,6 +4,18 @@ from typing import Final
 
 from broker_ext.wire.errors import UnencodablePacket
 
+__all__ = [
+    "BYTE",
+    "PACKET_ID",
+    "REMAINING_BYTES_MAX",
+    "binary",
+    "byte",
+    "four",
+    "packet_id",
+    "two",
+    "variable_length",
+]
+
 PACKET_ID: Final[tuple[bytes, ...]] = tuple(number.to_bytes(2, "big") for number in range(65_536))
 """Every two byte number, big-endian: an acknowledgement is `PUBACK_HEAD + PACKET_ID[id]`."""
 

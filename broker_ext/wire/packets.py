@@ -15,6 +15,27 @@ from typing import NamedTuple, TypeAlias
 
 from broker_ext.wire.properties import Properties
 
+__all__ = [
+    "Auth",
+    "Connack",
+    "Connect",
+    "ConnectWill",
+    "Disconnect",
+    "Packet",
+    "Pingreq",
+    "Pingresp",
+    "Puback",
+    "Pubcomp",
+    "Publish",
+    "Pubrec",
+    "Pubrel",
+    "Suback",
+    "Subscribe",
+    "SubscribeFilter",
+    "Unsuback",
+    "Unsubscribe",
+]
+
 
 def _hidden(value: bytes) -> str:
     return f"<{len(value)} bytes>"

@@ -31,6 +31,53 @@ from broker_ext.wire.names import check_topic
 from broker_ext.wire.numbers import binary, four, two, variable_length
 from broker_ext.wire.reasons import MALFORMED, PROTOCOL_ERROR, TOPIC_ALIAS_INVALID
 
+__all__ = [
+    "ASSIGNED_CLIENT_ID",
+    "AUTHENTICATION_DATA",
+    "AUTHENTICATION_METHOD",
+    "BINARY",
+    "CONTENT_TYPE",
+    "CORRELATION_DATA",
+    "FLAG",
+    "FORWARDED",
+    "FOUR",
+    "MESSAGE_EXPIRY_S",
+    "PACKET_BYTES_MAX",
+    "PAIR",
+    "PAYLOAD_FORMAT",
+    "PROPERTIES",
+    "QOS_MAX",
+    "REASON_STRING",
+    "RECEIVE_MAX",
+    "REQUEST_PROBLEM_INFORMATION",
+    "REQUEST_RESPONSE_INFORMATION",
+    "RESPONSE_INFORMATION",
+    "RESPONSE_TOPIC",
+    "RETAIN_AVAILABLE",
+    "SERVER_KEEP_ALIVE_S",
+    "SERVER_REFERENCE",
+    "SESSION_EXPIRY_S",
+    "SHARED_AVAILABLE",
+    "SUBSCRIPTION_ID",
+    "SUBSCRIPTION_IDS_AVAILABLE",
+    "TEXT",
+    "TOPIC_ALIAS",
+    "TOPIC_ALIAS_MAX",
+    "TWO",
+    "USER_PROPERTY",
+    "VARIABLE",
+    "WILDCARDS_AVAILABLE",
+    "WILL_DELAY_S",
+    "Properties",
+    "PropertyRule",
+    "PropertyValue",
+    "ValueType",
+    "encode_properties",
+    "properties_field",
+    "read_forwarded",
+    "read_properties",
+]
+
 PropertyValue: TypeAlias = int | bytes | tuple[bytes, bytes]
 
 PAYLOAD_FORMAT: Final = 1

@@ -18,6 +18,22 @@ from broker_ext.wire.kinds import (
     UNSUBACK,
 )
 
+__all__ = [
+    "CLIENT_ID_NOT_VALID",
+    "CONNACK_CODES",
+    "MALFORMED",
+    "PACKET_TOO_LARGE",
+    "PROTOCOL_ERROR",
+    "QOS_NOT_SUPPORTED",
+    "REASONS",
+    "TOPIC_ALIAS_INVALID",
+    "TOPIC_FILTER_INVALID",
+    "TOPIC_NAME_INVALID",
+    "UNSUPPORTED_PROTOCOL_VERSION",
+    "Reason",
+    "valid_reason",
+]
+
 MALFORMED: Final = 0x81
 PROTOCOL_ERROR: Final = 0x82
 UNSUPPORTED_PROTOCOL_VERSION: Final = 0x84
