@@ -171,8 +171,8 @@ class Connection(asyncio.Protocol):
         self.closed = False
         self.ended: End | None = None
         self.heard = True
-        self.silent_after_s: float = hub.settings.connect_timeout_s
-        self.deadline_s = hub.clock.monotonic() + self.silent_after_s
+        self.silent_after_s = 0.0
+        self.deadline_s = hub.clock.monotonic() + hub.settings.connect_timeout_s
         self._connecting: asyncio.Task[None] | None = None
         self._parts: list[bytes] = []
         self._flush_scheduled = False
@@ -273,7 +273,7 @@ class Connection(asyncio.Protocol):
             if self._lane and self._lane_task is None:
                 self._start_lane()
         if self._lane_bytes > LANE_BYTES_MAX:
-            self._pause()
+            self.pause()
         if self.hub.committer.pressure():
             self._pause_for_room()
 
@@ -320,7 +320,7 @@ class Connection(asyncio.Protocol):
             self._lane_task = None
             self._lane_bytes = 0
             if self._paused and not self.hub.committer.over:
-                self._resume()
+                self.resume()
         if self.ended is not None:
             return
         if self.session is not None:
@@ -476,19 +476,28 @@ class Connection(asyncio.Protocol):
 
     def stop_reading(self) -> None:
         """The broker stops: what arrives from now on stays unread."""
-        self._pause()
+        self.pause()
         self._stopped = True
 
-    def _pause(self) -> None:
+    def pause(self) -> None:
         if not self._paused and not self.closed:
             self._paused = True
             self.transport.pause_reading()
 
-    def _pause_for_room(self) -> None:
+    def wait_for_turn(self) -> None:
+        """The listener is full: do not read until ``serve`` (max_connections)."""
         self._pause()
-        self.hub.committer.when_room(self._resume)
 
-    def _resume(self) -> None:
+    def serve(self) -> None:
+        """The listener has a place: the time for CONNECT begins now."""
+        self.deadline_s = self.hub.clock.monotonic() + self.hub.settings.connect_timeout_s
+        self._resume()
+
+    def _pause_for_room(self) -> None:
+        self.pause()
+        self.hub.committer.when_room(self.resume)
+
+    def resume(self) -> None:
         if (
             self._paused
             and not (self.closed or self._stopped)
@@ -504,12 +513,18 @@ class Connection(asyncio.Protocol):
             if now_s >= self.deadline_s:
                 self.transport.abort()
             return
-        if self.heard or self._paused or self._connecting is not None or not self.silent_after_s:
+        if self._paused or self._connecting is not None:
+            self.heard = True  # we do not listen, so it cannot be blamed
+        elif self.session is None:
+            if now_s >= self.deadline_s:  # bytes that never become a CONNECT do not help
+                log.info("client %s sent no CONNECT in time; closing", self.peername)
+                self._end(LOST)
+        elif self.silent_after_s and self.heard:
             self.heard = False
             self.deadline_s = now_s + self.silent_after_s
-        elif now_s >= self.deadline_s:
+        elif self.silent_after_s and now_s >= self.deadline_s:
             log.info("client %s is silent for too long; closing", self.peername)
-            self._end(SILENT if self.session is not None else LOST)
+            self._end(SILENT)
 
     # ------------------------------------------------------------------------- the end
 

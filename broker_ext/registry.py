@@ -129,7 +129,6 @@ class Registry:
             hub.figures.takeovers += 1
             older.peer.finish(TAKEN_OVER)
         incarnation = os.urandom(INCARNATION_BYTES)
-        hub.wills.cancel_orphans(client_id)
         if packet.will is not None:
             hub.wills.store(Will(client_id, incarnation, user, _message(packet.will)))
         try:
@@ -143,6 +142,7 @@ class Registry:
         except BaseException:
             hub.wills.abandon(incarnation)
             raise
+        hub.wills.cancel_orphans(client_id)
         if packet.will is not None:
             await hub.wills.stored(incarnation)
             session.has_will = True

@@ -439,18 +439,14 @@ class Seam:
         transport.set_protocol(connection)
         semaphore = server.semaphore
         if semaphore is not None and semaphore.locked():
-            transport.pause_reading()  # as amqtt does: it waits for its turn
-            self.spawn(self._wait_for_turn(server, transport, connection))
+            connection.wait_for_turn()  # as amqtt does
+            self.spawn(self._wait_for_turn(server, connection))
         else:
-            self.spawn(server.acquire_connection())
+            _run_now(server.acquire_connection())
 
-    async def _wait_for_turn(
-        self, server: Server, transport: Transport, connection: Connection
-    ) -> None:
+    async def _wait_for_turn(self, server: Server, connection: Connection) -> None:
         await server.acquire_connection()
-        if not connection.closed:
-            connection.heard = True
-            transport.resume_reading()
+        connection.serve()
 
     async def _ws_connected(self, websocket: ServerConnection, listener_name: str) -> None:
         server = self._server(listener_name)
@@ -642,6 +638,15 @@ class Seam:
             self.broker._retained_messages.pop(topic, None)
         if not loaded:
             self.fire(BrokerEvents.RETAINED_MESSAGE, client_id=None, retained_message=shown)
+
+
+def _run_now(coroutine: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that has nothing to wait for, without a task."""
+    with contextlib.suppress(StopIteration):
+        coroutine.send(None)
+        coroutine.close()
+        msg = f"{coroutine} had to wait"
+        raise RuntimeError(msg)
 
 
 def _set(future: asyncio.Future[None]) -> None:
