@@ -486,12 +486,12 @@ class Connection(asyncio.Protocol):
 
     def wait_for_turn(self) -> None:
         """The listener is full: do not read until ``serve`` (max_connections)."""
-        self._pause()
+        self.pause()
 
     def serve(self) -> None:
         """The listener has a place: the time for CONNECT begins now."""
         self.deadline_s = self.hub.clock.monotonic() + self.hub.settings.connect_timeout_s
-        self._resume()
+        self.resume()
 
     def _pause_for_room(self) -> None:
         self.pause()
