@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
-from storage.api import Batch, Entry, Op, Outcome, Store
+from storage.api import Batch, Entry, Op, Outcome, Retain, Store, StoreWill
 from storage.errors import StoreError, StoreUnavailable
 
 if TYPE_CHECKING:
@@ -78,6 +78,15 @@ class _Open:
         self.retry = [True] * len(keep)
         for done in gone:
             _call(done, error)
+
+
+def _message_bytes(message: Entry) -> int:
+    return (
+        len(message.payload)
+        + len(message.topic)
+        + len(message.properties)
+        + ENTRY_OVERHEAD_BYTES
+    )
 
 
 def _call(done: Done, outcome: Outcome) -> None:
@@ -136,14 +145,28 @@ class Committer:
         )
         batch = self._open
         batch.entries.append(entry)
-        batch.appended_bytes += len(payload) + ENTRY_OVERHEAD_BYTES
+        batch.appended_bytes += (
+            len(payload) + len(topic) + len(properties) + ENTRY_OVERHEAD_BYTES
+        )
         if not self._hurry:
             self.hurry()
         return entry
 
     def submit(self, op: Op, done: Done, *, retry: bool = True) -> None:
-        """Add one operation. done: gets its outcome after the commit."""
+        """Add one operation. done: gets its outcome after the commit.
+
+        retry: keep trying while the store cannot write; False = ``done`` gets the error instead.
+        """
+        if self._closed:
+            if not retry:
+                self._loop.call_soon(_call, done, StoreUnavailable("the store is closed"))
+            return
         batch = self._open
+        kind = type(op)
+        if kind is Retain:
+            batch.appended_bytes += _message_bytes(op.message)  # type: ignore[union-attr]
+        elif kind is StoreWill:
+            batch.appended_bytes += _message_bytes(op.will.message)  # type: ignore[union-attr]
         batch.ops.append(op)
         batch.done.append(done)
         batch.retry.append(retry)
@@ -208,14 +231,21 @@ class Committer:
             self._hurry = True
             return
         batch = self._open
-        self._hurry = True  # what joins while we collect is in this batch: no need to call again
-        for participant in batch.participants:
-            participant.collect()
+        self._hurry = True  # what is submitted now is in this batch: no need to call again
+        joined, batch.participants = batch.participants, {}
+        for participant in joined:
+            try:
+                participant.collect()
+            except Exception:
+                # our own bug, in one session's bookkeeping: the others must still be written
+                log.exception("a participant could not be collected")
         self._hurry = False
         self._open = _Open()
+        if batch.participants:  # who joins now is collected with the next batch
+            self._open.participants = batch.participants
+            self.hurry()
         if not (batch.entries or batch.ops):
-            for call in batch.after:
-                call()
+            self._run_after(batch)
             if self._flying is None and not self._hurry:
                 self._idle.set()
             return
@@ -247,15 +277,19 @@ class Committer:
             self._flush()
         elif not self._open.participants:
             self._idle.set()
+        # outcomes first: who was refused is closed before its acknowledgements would leave
+        for done, outcome in zip(batch.done, result, strict=True):
+            _call(done, outcome)
+        self._run_after(batch)
+        if self.over or self._room:
+            self._make_room()
+
+    def _run_after(self, batch: _Open) -> None:
         for call in batch.after:
             try:
                 call()
             except Exception:
                 log.exception("a completion failed")
-        for done, outcome in zip(batch.done, result, strict=True):
-            _call(done, outcome)
-        if self.over or self._room:
-            self._make_room()
 
     def _failed(self, batch: _Open, error: BaseException) -> None:
         if not isinstance(error, StoreUnavailable) and len(batch.ops) > 0:
@@ -272,6 +306,8 @@ class Committer:
                 self.on_health(told)
         batch.fail_impatient(told)
         self._open.fail_impatient(told)
+        if self._closed:
+            return
         self._loop.call_later(self._retry_ms / 1000, self._retry, batch)
         self._retry_ms = min(self._retry_ms * 2, RETRY_MS_MAX)
         self.over = self._bytes + self._open.appended_bytes > self.bytes_max
@@ -306,7 +342,8 @@ class Committer:
             if isinstance(result, StoreUnavailable) or (
                 isinstance(result, BaseException) and op is None
             ):
-                self._loop.call_later(RETRY_MS_MAX / 1000, send)
+                if not self._closed:
+                    self._loop.call_later(RETRY_MS_MAX / 1000, send)
                 return
             if isinstance(result, BaseException):
                 _call(done, result)
@@ -382,7 +419,11 @@ class Committer:
             await self._idle.wait()
 
     def close(self) -> None:
-        """Take no more."""
+        """Take no more. Who still waits for an answer is told; what the store has already, it
+        finishes."""
         self._closed = True
+        self._open.fail_impatient(StoreUnavailable("the store is closed"))
+        self._open = _Open()
+        self._hurry = False
         if self._handle is not None:
             self._handle.cancel()
