@@ -480,6 +480,7 @@ class Connection(asyncio.Protocol):
         self._stopped = True
 
     def pause(self) -> None:
+        """Do not read until ``resume``; a client that is not read is not silent."""
         if not self._paused and not self.closed:
             self._paused = True
             self.transport.pause_reading()
@@ -498,6 +499,7 @@ class Connection(asyncio.Protocol):
         self.hub.committer.when_room(self.resume)
 
     def resume(self) -> None:
+        """Read again, if nothing else forbids it."""
         if (
             self._paused
             and not (self.closed or self._stopped)

@@ -108,32 +108,35 @@ class DurableSessionPlugin(BasePlugin[Any]):
     async def on_broker_pre_start(self) -> None:
         """Open the store and take over the connections."""
         config = self.config
+        hub: Hub | None = None
         try:
             store = open_store(
                 config.store,
-                Path(config.data).expanduser(),
+                Path(config.data).expanduser(),  # noqa: ASYNC240 - reads a variable, no disk
                 durability=config.durability,
                 map_bytes_max=config.map_bytes_max,
             )
-            hub = Hub(store, self._settings(), SystemClock())
-            await hub.start()
+            starting = Hub(store, self._settings(), SystemClock())
+            await starting.start()
+            hub = starting
             hub.on_reset = self._seam.tell_reset
             self._seam.install(hub)
             await hub.load()
-        except (StoreError, OSError) as error:
-            self._seam.refuse_to_start(error)
-            return
         except Exception as error:
             # amqtt would drop it, and start without us: a quiet fallback to memory
-            log.exception("the store cannot be opened")
+            if not isinstance(error, (StoreError, OSError)):
+                log.exception("the plugin cannot start")
+            if hub is not None:
+                await hub.stop()
             self._seam.refuse_to_start(error)
             return
         self.hub = hub
+        self._seam.watch_listeners(self.on_broker_pre_shutdown)
 
     async def on_broker_post_start(self) -> None:
         """The listeners are bound."""
         self._seam.listen_widely()
-        self._seam.stop_on_sigterm()
+        self._seam.stop_on_signals()
 
     async def on_broker_pre_shutdown(self) -> None:
         """End every session, write everything, close the store."""

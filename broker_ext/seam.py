@@ -9,8 +9,8 @@ broker object (``stream_connected``, ``ws_connected``, ``external_connected``) a
 and so are the four calls behind its plugin contexts. amqtt stays the broker: listeners, TLS, YAML,
 authentication and topic plugins, events, ``$SYS``.
 
-Mind: amqtt schedules ``on_*`` events without waiting and drops what they raise; so nothing here that
-a promise hangs on is an event.
+Mind: amqtt schedules ``on_*`` events without waiting and drops what they raise; so nothing here
+that a promise hangs on is an event.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import os
 import signal
 import socket
 import sys
+from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,10 +39,21 @@ from amqtt.session import IncomingApplicationMessage
 from amqtt.session import Session as AmqttSession
 
 from broker_ext.connection import WRITE_HIGH_BYTES, Connection
-from broker_ext.session import End, Grant
+from broker_ext.hub import REFUSED_RESUME
+from broker_ext.session import REFUSED, End, Grant
 from broker_ext.transports import external_transport, websocket_transport
-from broker_ext.wire import Connect, Publish, encode
-from storage.api import UNCLAIMED, Acquire, Acquired, Detach, Entry, Subscribe, Subscription
+from broker_ext.wire import Connect, MalformedPacket, Publish, check_topic, encode, valid_filter
+from storage.api import (
+    INCARNATION_BYTES,
+    UNCLAIMED,
+    Acquire,
+    Acquired,
+    Detach,
+    Entry,
+    Subscribe,
+    Subscription,
+)
+from storage.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
@@ -53,7 +65,7 @@ if TYPE_CHECKING:
     from broker_ext.hub import Hub
     from broker_ext.session import Session
     from broker_ext.wire import Packet
-    from storage.api import Will
+    from storage.api import Outcome, Will
 
 __all__ = ["RELIES_ON", "Seam", "SeamError", "check"]
 
@@ -91,7 +103,12 @@ RELIES_ON_INSTANCE: Final = (
 )
 """What must exist on a broker object when it makes its plugins (read in 0.12.1)."""
 
-RELIES_ON_MANAGER: Final = ("_topic_plugins", "_event_plugin_callbacks", "plugins")
+RELIES_ON_MANAGER: Final = (
+    "_auth_plugins",
+    "_topic_plugins",
+    "_event_plugin_callbacks",
+    "plugins",
+)
 """What must exist on its plugin manager, once there is one (read in 0.12.1)."""
 
 LISTEN_BACKLOG: Final = 4096
@@ -99,13 +116,20 @@ LISTEN_BACKLOG: Final = 4096
 retransmits of a second each."""
 
 
+AT_REST_SHOWN_MAX: Final = 500
+"""Sessions at rest that ``context.sessions`` goes on showing, about 3 kB each; the stored ones are
+not limited by it. amqtt shows all of them for ever, which costs memory for each."""
+
+
 class SeamError(RuntimeError):
     """The installed amqtt lacks something this plugin relies on."""
 
 
 def check(broker: Any) -> None:
-    """Compare what we rely on with the installed amqtt. Raises SeamError, naming what is missing."""
-    missing = [f"{getattr(o, '__name__', o)}.{name}" for o, name in RELIES_ON if not hasattr(o, name)]
+    """Compare what we rely on with the installed amqtt. Raises SeamError, naming what it lacks."""
+    missing = [
+        f"{getattr(o, '__name__', o)}.{name}" for o, name in RELIES_ON if not hasattr(o, name)
+    ]
     missing += [f"Broker().{name}" for name in RELIES_ON_INSTANCE if not hasattr(broker, name)]
     _complain(missing)
 
@@ -158,6 +182,8 @@ class SessionView(AmqttSession):
     def __init__(self) -> None:
         super().__init__()
         self.ours: Session | None = None
+        self.shown: set[str] = set()
+        """Filters under which it stands in ``context.subscriptions``."""
 
     def _init_states(self) -> None:
         self.transitions: Any = _States()
@@ -194,15 +220,14 @@ class _HandlerView:
 class PluginGuard:
     """amqtt's plugins, for one connection. See ``connection.Guard``."""
 
-    def __init__(self, seam: Seam, server: Server, peer: tuple[str, int], ssl_object: Any) -> None:
+    def __init__(self, seam: Seam, turn: Turn, peer: tuple[str, int], ssl_object: Any) -> None:
         self.seam = seam
         self.view = SessionView()
         self.view.remote_address, self.view.remote_port = peer
         self.view.ssl_object = ssl_object
         self.slow = seam.slow
-        self._server: Server | None = server
+        self._turn = turn
         self._connection: Connection | None = None
-        self._named = False
 
     def attach(self, connection: Connection) -> None:
         self._connection = connection
@@ -222,10 +247,14 @@ class PluginGuard:
             view.will_message = connect.will.payload
             view.will_qos = connect.will.qos
             view.will_retain = connect.will.retain
-        if not await self.seam.broker._authenticate(view, None):
+        broker = self.seam.broker
+        listener = broker.listeners_config.get(self._turn.server.listener_name)
+        if not await broker._authenticate(view, listener):
             return None
-        if view.is_anonymous or not view.username:
+        if not view.username:
             return b""
+        if view.is_anonymous and len(broker.plugins_manager._auth_plugins) < 2:
+            return b""  # nobody but AnonymousAuthPlugin looked at it: the name means nothing
         return view.username.encode()
 
     async def may_publish(self, topic: bytes) -> bool:
@@ -284,9 +313,7 @@ class PluginGuard:
     def unsubscribed(self, topic_filter: bytes) -> None:
         name = topic_filter.decode()
         self.seam.hide_subscription(name, self.view)
-        self.seam.fire(
-            BrokerEvents.CLIENT_UNSUBSCRIBED, client_id=self.view.client_id, topic=name
-        )
+        self.seam.fire(BrokerEvents.CLIENT_UNSUBSCRIBED, client_id=self.view.client_id, topic=name)
 
     def connected(self, session: Session) -> None:
         view = self.view
@@ -294,33 +321,44 @@ class PluginGuard:
         view.client_id = session.client_id.decode()
         view.transitions.connect()
         view._on_enter_connected()
-        self._named = True
-        sessions = self.seam.broker._sessions
-        sessions[view.client_id] = (view, _HandlerView(self._connection))
+        self.seam.show_session(view, _HandlerView(self._connection))
         for topic_filter, qos in session.subscriptions.items():
             self.seam.show_subscription(topic_filter.decode(), view, qos)
-        self.seam.fire(
-            BrokerEvents.CLIENT_CONNECTED, client_id=view.client_id, client_session=view
-        )
+        self.seam.fire(BrokerEvents.CLIENT_CONNECTED, client_id=view.client_id, client_session=view)
 
     def disconnected(self, session: Session, end: End) -> None:
-        del end
         view = self.view
         view.transitions.disconnect()
         view._on_enter_disconnected()
-        sessions = self.seam.broker._sessions
-        if sessions.get(view.client_id, (None,))[0] is view:
-            del sessions[view.client_id]
-        for topic_filter in session.subscriptions:
-            self.seam.hide_subscription(topic_filter.decode(), view)
+        view.ours = view.password = view.ssl_object = None
+        self.seam.show_at_rest(view, kept=session.durable and end is not REFUSED_RESUME)
         self.seam.fire(
             BrokerEvents.CLIENT_DISCONNECTED, client_id=view.client_id, client_session=view
         )
 
     def closed(self) -> None:
-        if self._server is not None:
-            self._server.release_connection()
-            self._server = None
+        self._turn.over()
+
+
+class Turn:
+    """One of the ``max_connections`` places of a listener: taken once, given back once."""
+
+    def __init__(self, server: Server) -> None:
+        self.server = server
+        self._taken = self._over = False
+
+    async def come(self) -> None:
+        """Wait for a place. One whose client left meanwhile gives it back at once."""
+        await self.server.acquire_connection()
+        self._taken = True
+        if self._over:
+            self.server.release_connection()
+
+    def over(self) -> None:
+        """The client is gone."""
+        if self._taken and not self._over:
+            self.server.release_connection()
+        self._over = True
 
 
 # --------------------------------------------------------------------------------- the seam
@@ -335,6 +373,7 @@ class Seam:
         self.hub: Hub | None = None
         self.slow = False
         self._tasks: set[asyncio.Future[Any]] = set()
+        self._at_rest: OrderedDict[str, SessionView] = OrderedDict()
 
     def install(self, hub: Hub) -> None:
         """Replace the broker's connection callbacks and what its contexts call."""
@@ -367,12 +406,31 @@ class Seam:
         """Have ``Broker.start`` fail: the store cannot be used, so nothing may be served."""
 
         async def refuse() -> None:
+            log.critical("the broker does not start: %s", reason)
+            self._leave_script()
             raise BrokerError(str(reason)) from reason
 
         self.broker._start_listeners = refuse
-        log.critical("the broker does not start: %s", reason)
+
+    def watch_listeners(self, failed: Callable[[], Awaitable[None]]) -> None:
+        """Have ``failed`` awaited if the listeners cannot be started, since amqtt tells nobody."""
+        start = self.broker._start_listeners
+
+        async def start_or_tell() -> None:
+            self.broker._start_listeners = start
+            try:
+                await start()
+            except Exception as error:
+                log.critical("the broker does not start: %s", error)
+                await failed()
+                self._leave_script()
+                raise
+
+        self.broker._start_listeners = start_or_tell
+
+    def _leave_script(self) -> None:
+        """`amqtt -c` never looks at what ``start`` raised, and would idle for ever."""
         if _run_by_script():
-            # amqtt's script never looks at what start() raised, and would idle for ever
             self.broker._loop.call_soon(partial(sys.exit, 1))
 
     def listen_widely(self) -> None:
@@ -382,16 +440,22 @@ class Seam:
                 with socket.socket(fileno=os.dup(shared.fileno())) as listening:
                     listening.listen(LISTEN_BACKLOG)
 
-    def stop_on_sigterm(self) -> None:
-        """`amqtt -c` knows SIGINT only. There, and nowhere else, SIGTERM does the same."""
-        if not _run_by_script() or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+    def stop_on_signals(self) -> None:
+        """`amqtt -c` knows SIGINT only, and has it raised between any two instructions. There, and
+        nowhere else, both signals stop the loop between two callbacks."""
+        if not _run_by_script():
             return
 
         def interrupt() -> None:
             raise KeyboardInterrupt
 
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            self.broker._loop.add_signal_handler(signal.SIGTERM, interrupt)
+        for number, usual in (
+            (signal.SIGTERM, signal.SIG_DFL),
+            (signal.SIGINT, signal.default_int_handler),
+        ):
+            if signal.getsignal(number) is usual:
+                with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+                    self.broker._loop.add_signal_handler(number, interrupt)
 
     # --------------------------------------------------------------------- connections
 
@@ -403,10 +467,10 @@ class Seam:
         return server
 
     def _admit(
-        self, server: Server, transport: Transport, peer: tuple[str, int], ssl_object: Any
+        self, turn: Turn, transport: Transport, peer: tuple[str, int], ssl_object: Any
     ) -> Connection:
         assert self.hub is not None
-        guard = PluginGuard(self, server, peer, ssl_object)
+        guard = PluginGuard(self, turn, peer, ssl_object)
         connection = Connection(self.hub, transport, guard, peername=f"{peer[0]}:{peer[1]}")
         guard.attach(connection)
         return connection
@@ -428,8 +492,9 @@ class Seam:
         if not peername:
             transport.abort()
             return
+        turn = Turn(server)
         connection = self._admit(
-            server,
+            turn,
             transport,
             (str(peername[0]), int(peername[1]) if len(peername) > 1 else 0),
             transport.get_extra_info("ssl_object"),
@@ -437,35 +502,34 @@ class Seam:
         connection.keeps = writer  # collected, it would close the transport
         transport.set_write_buffer_limits(high=WRITE_HIGH_BYTES)
         transport.set_protocol(connection)
-        semaphore = server.semaphore
-        if semaphore is not None and semaphore.locked():
-            connection.wait_for_turn()  # as amqtt does
-            self.spawn(self._wait_for_turn(server, connection))
+        if server.semaphore is None:
+            self.spawn(turn.come())
         else:
-            _run_now(server.acquire_connection())
+            connection.pause()  # as amqtt does: nothing is read before its turn
+            self.spawn(self._wait_for_turn(turn, connection))
 
-    async def _wait_for_turn(self, server: Server, connection: Connection) -> None:
-        await server.acquire_connection()
-        connection.serve()
+    async def _wait_for_turn(self, turn: Turn, connection: Connection) -> None:
+        await turn.come()
+        connection.resume()
 
     async def _ws_connected(self, websocket: ServerConnection, listener_name: str) -> None:
-        server = self._server(listener_name)
-        await server.acquire_connection()
+        turn = Turn(self._server(listener_name))
+        await turn.come()
         address = websocket.remote_address or ("", 0)
         ssl_object = websocket.transport.get_extra_info("ssl_object")
         await websocket_transport(
             websocket,
-            lambda t: self._admit(server, t, (str(address[0]), int(address[1])), ssl_object),
+            lambda t: self._admit(turn, t, (str(address[0]), int(address[1])), ssl_object),
         )
 
     async def _external_connected(
         self, reader: ReaderAdapter, writer: WriterAdapter, listener_name: str
     ) -> None:
-        server = self._server(listener_name)
-        await server.acquire_connection()
+        turn = Turn(self._server(listener_name))
+        await turn.come()
         peer = writer.get_peer_info() or ("", 0)
         await external_transport(
-            reader, writer, lambda t: self._admit(server, t, peer, writer.get_ssl_info())
+            reader, writer, lambda t: self._admit(turn, t, peer, writer.get_ssl_info())
         )
 
     # ------------------------------------------------------------------- what contexts call
@@ -473,10 +537,11 @@ class Seam:
     async def _broadcast(self, topic: str, data: bytes, qos: int | None = None) -> None:
         """``context.broadcast_message``. qos None: as each subscriber was granted; $SYS: QoS 0."""
         assert self.hub is not None
+        _check_name(topic)
         if self.hub.refusing:
             return
         if qos is None:
-            qos = 0 if topic.startswith("$") else 2
+            qos = 0 if topic.startswith("$SYS/") else 2
         if self.hub.router.publish(topic.encode(), bytes(data), qos):
             await self._committed()
 
@@ -492,6 +557,7 @@ class Seam:
         assert self.hub is not None
         if topic_name is None or self.hub.refusing:
             return
+        _check_name(topic_name)
         if self.hub.retained.keep(topic_name.encode(), bytes(data or b""), qos or 0):
             await self._committed()
 
@@ -505,67 +571,90 @@ class Seam:
         view = SessionView()
         view.client_id = client_id
         view.transitions.disconnect()
+        view._on_enter_disconnected()
+        self.show_at_rest(view, kept=True)
         return _HandlerView(None), view
 
     async def _add_subscription(self, subscription: tuple[str, int], session: AmqttSession) -> int:
         """``context.add_subscription``: for a connected client in its session; for any other one
         in a durable session, which is made if there is none and belongs to the user who connects
-        first."""
-        from broker_ext.wire import valid_filter  # noqa: PLC0415 - only here
-
+        first. Returns the SUBACK return code."""
         assert self.hub is not None
         topic_filter, qos = subscription[0].encode(), subscription[1]
-        if not valid_filter(topic_filter) or not await self.permits(
-            session, topic_filter, Action.SUBSCRIBE
+        if (
+            self.hub.refusing
+            or not valid_filter(topic_filter)
+            or not await self.permits(session, topic_filter, Action.SUBSCRIBE)
         ):
-            return 0x80
-        client_id = str(session.client_id).encode()
-        owner = self.hub.registry.owners.get(client_id)
-        if owner is not None:
-            codes = await owner.subscribe([Grant(topic_filter, qos)])
-        else:
-            codes = [await self._subscribe_offline(client_id, topic_filter, qos)]
-        if codes[0] < 0x80:
-            self.show_subscription(subscription[0], session, codes[0])
-        return codes[0]
+            return REFUSED
+        grant = Grant(topic_filter, min(qos, self.hub.settings.max_qos))
+        code = await self._subscribe_for(str(session.client_id).encode(), grant)
+        if code < REFUSED:
+            shown, _ = self.broker._sessions.get(session.client_id, (None, None))
+            if isinstance(shown, SessionView):
+                self.show_subscription(subscription[0], shown, code)
+        return code
 
-    async def _subscribe_offline(self, client_id: bytes, topic_filter: bytes, qos: int) -> int:
+    async def _subscribe_for(self, client_id: bytes, grant: Grant) -> int:
         hub = self.hub
         assert hub is not None
-        async with hub.registry.turn(client_id):
-            stored = await hub.store.snapshot(client_id)
-            user = stored.consumer.user if stored is not None else UNCLAIMED
-            incarnation = os.urandom(16)
-            now_ms = hub.clock.now_ms()
-            expiry_s = hub.settings.session_expiry_interval_s
-            acquired = await hub.committer.apply(
-                Acquire(client_id, incarnation, user, now_ms, expiry_s=expiry_s)
-            )
-            assert isinstance(acquired, Acquired)
-            assert acquired.snapshot is not None
-            consumer_id = acquired.snapshot.consumer.id
-            had = {s.filter: s.qos for s in acquired.snapshot.subscriptions}
-            wanted = Subscription(topic_filter, qos, hub.committer.last)
-            if bool(had.get(topic_filter)) != bool(qos):
-                hub.router.count(topic_filter, 1 if qos else -1)
-            await hub.committer.apply(Subscribe(consumer_id, incarnation, (wanted,)), retry=True)
-            await hub.committer.apply(Detach(consumer_id, incarnation, now_ms), retry=True)
-        return qos
+        if client_id not in hub.registry.owners:
+            async with hub.registry.turn(client_id):
+                if client_id not in hub.registry.owners:
+                    return await self._subscribe_at_rest(client_id, grant)
+        return (await hub.registry.owners[client_id].subscribe([grant]))[0]
+
+    async def _subscribe_at_rest(self, client_id: bytes, grant: Grant) -> int:
+        """In its turn: own the record for a moment, as a CONNECT would."""
+        hub = self.hub
+        assert hub is not None
+        stored = await hub.store.snapshot(client_id)
+        user = stored.consumer.user if stored is not None else UNCLAIMED
+        incarnation = os.urandom(INCARNATION_BYTES)
+        now_ms = hub.clock.now_ms()
+        expiry_s = hub.settings.session_expiry_interval_s
+        acquired = await hub.committer.apply(
+            Acquire(client_id, incarnation, user, now_ms, expiry_s=expiry_s)
+        )
+        assert isinstance(acquired, Acquired)
+        assert acquired.snapshot is not None
+        for topic_filter in acquired.dropped:
+            hub.router.count(topic_filter, -1)
+        consumer_id = acquired.snapshot.consumer.id
+        had = any(s.qos for s in acquired.snapshot.subscriptions if s.filter == grant.filter)
+        # counted before it is saved, as a session does: what is published meanwhile is logged
+        hub.router.count(grant.filter, 1)
+        try:
+            wanted = Subscription(grant.filter, grant.qos, hub.committer.last)
+            await hub.committer.apply(Subscribe(consumer_id, incarnation, (wanted,)))
+        except StoreError as error:
+            log.warning("client %r: a subscription was not saved: %s", client_id, error)
+            hub.router.count(grant.filter, -1)
+            return REFUSED
+        else:
+            if had or not grant.qos:
+                hub.router.count(grant.filter, -1)
+            if had and not grant.qos:
+                hub.router.count(grant.filter, -1)
+            return grant.qos
+        finally:
+            hub.committer.submit(Detach(consumer_id, incarnation, now_ms), _detached)
 
     # -------------------------------------------------------------------------- plugins
 
     async def permits(self, view: AmqttSession, topic: bytes, action: Action) -> bool:
         """Ask the topic plugins."""
-        return bool(
-            await self.broker._topic_filtering(view, topic.decode(), action)
-        )
+        return bool(await self.broker._topic_filtering(view, topic.decode(), action))
 
     async def _permits_will(self, will: Will, session: Session | None) -> bool:
-        del session
-        view = SessionView()
-        view.client_id = will.client_id.decode()
-        view.username = will.user.decode() or None
-        view.is_anonymous = not will.user
+        guard = getattr(session.peer, "guard", None) if session is not None else None
+        if isinstance(guard, PluginGuard):
+            view = guard.view
+        else:  # its connection died with the broker
+            view = SessionView()
+            view.client_id = will.client_id.decode()
+            view.username = will.user.decode() or None
+            view.is_anonymous = not will.user
         return await self.permits(view, will.message.topic, Action.PUBLISH)
 
     def listens(self, event: BrokerEvents | MQTTEvents) -> bool:
@@ -609,22 +698,61 @@ class Seam:
 
     # ------------------------------------------------------------------ what contexts show
 
-    def show_subscription(self, topic_filter: str, view: AmqttSession, qos: int) -> None:
-        """Keep ``context.subscriptions`` true for connected clients."""
-        shown = self.broker._subscriptions.setdefault(topic_filter, [])
-        for i, (session, _) in enumerate(shown):
-            if session.client_id == view.client_id:
-                shown[i] = (view, qos)
-                return
-        shown.append((view, qos))
+    def show_session(self, view: SessionView, handler: _HandlerView) -> None:
+        """Show a connected client in ``context.sessions``."""
+        client_id = str(view.client_id)
+        shown = self.broker._sessions.get(client_id)
+        if shown is not None:
+            self.hide_session(shown[0])
+        self._at_rest.pop(client_id, None)
+        self.broker._sessions[client_id] = (view, handler)
 
-    def hide_subscription(self, topic_filter: str, view: AmqttSession) -> None:
+    def show_at_rest(self, view: SessionView, *, kept: bool) -> None:
+        """Its client left. kept: the session stays, and is shown like amqtt's own until amqtt's
+        monitor takes it away, or AT_REST_SHOWN_MAX others have come to rest after it."""
+        client_id = str(view.client_id)
+        shown = self.broker._sessions.get(client_id)
+        if shown is not None and shown[0] is not view:
+            return  # taken over: the newer connection is shown
+        if not kept:
+            self.hide_session(view)
+            return
+        if shown is not None:
+            self.broker._sessions[client_id] = (view, _HandlerView(None))
+        self._at_rest[client_id] = view
+        self._at_rest.move_to_end(client_id)
+        while len(self._at_rest) > AT_REST_SHOWN_MAX:
+            _, oldest = self._at_rest.popitem(last=False)
+            self.hide_session(oldest)
+
+    def hide_session(self, view: SessionView) -> None:
+        """Show a session no longer, nor its subscriptions."""
+        sessions = self.broker._sessions
+        if sessions.get(view.client_id, (None,))[0] is view:
+            del sessions[view.client_id]
+        for topic_filter in list(view.shown):
+            self.hide_subscription(topic_filter, view)
+
+    def show_subscription(self, topic_filter: str, view: SessionView, qos: int) -> None:
+        """Show a subscription in ``context.subscriptions``."""
+        shown = self.broker._subscriptions.setdefault(topic_filter, [])
+        if topic_filter in view.shown:
+            shown[:] = [(s, qos if s is view else q) for s, q in shown]
+        else:
+            view.shown.add(topic_filter)
+            shown.append((view, qos))
+
+    def hide_subscription(self, topic_filter: str, view: SessionView) -> None:
         """Undo ``show_subscription``."""
+        view.shown.discard(topic_filter)
         subscriptions = self.broker._subscriptions
         shown = subscriptions.get(topic_filter)
         if shown is None:
             return
-        shown[:] = [s for s in shown if s[0].client_id != view.client_id]
+        for i, (session, _) in enumerate(shown):
+            if session is view:
+                del shown[i]
+                break
         if not shown:
             del subscriptions[topic_filter]
 
@@ -647,6 +775,19 @@ def _run_now(coroutine: Coroutine[Any, Any, None]) -> None:
         coroutine.close()
         msg = f"{coroutine} had to wait"
         raise RuntimeError(msg)
+
+
+def _check_name(topic: str) -> None:
+    """Raise ValueError if a plugin names a topic that nothing can be published to."""
+    try:
+        check_topic(topic.encode())
+    except MalformedPacket as error:
+        raise ValueError(str(error)) from error
+
+
+def _detached(outcome: Outcome) -> None:
+    if isinstance(outcome, BaseException):
+        log.error("a subscription's session could not be let go: %s", outcome)
 
 
 def _set(future: asyncio.Future[None]) -> None:

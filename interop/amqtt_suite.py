@@ -1,0 +1,221 @@
+"""amqtt's own test suite, without and with this plugin in every broker that it starts.
+
+    python -m interop.amqtt_suite PATH_TO_AMQTT_CHECKOUT [-- pytest arguments]
+
+It tests the *installed* amqtt (the checkout gives the tests; its own ``amqtt/`` is left out), in
+this interpreter's environment, which needs what those tests need (see ``amqtt_suite.md``). Fixed
+ports (1883, 1884, 8080 ...) must be free. Prints the tests whose outcome differs, and exits 1 if
+one of them is not in ``amqtt_suite.md``.
+
+How the plugin gets in: a ``sitecustomize`` on PYTHONPATH watches for the import of
+``amqtt.broker``, in pytest and in every process that a test starts, and wraps ``Broker.__init__``.
+A broker whose plugins come from a configuration loads ours like any other. One with entry point
+plugins (deprecated), or with a plugin manager that a test has mocked, gets ours tied to its start
+and stop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+from xml.etree import ElementTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+__all__ = ["main", "watch"]
+
+PLUGIN: Final = "broker_ext.DurableSessionPlugin"
+STORE: Final = "AMQTT_SUITE_STORE"
+DATA: Final = "AMQTT_SUITE_DATA"
+HERE: Final = Path(__file__).resolve().parent
+LEFT_OUT: Final = ("amqtt", ".git")
+"""Parts of the checkout that are not shown to its tests: they test the installed amqtt."""
+
+
+# --------------------------------------------------------- inside the processes under test
+
+
+class _Watcher(MetaPathFinder):
+    """Wraps ``amqtt.broker`` when it is imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        del path, target
+        if fullname != "amqtt.broker":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_wrap(module: ModuleType) -> None:
+            execute(module)
+            _wrap(module.Broker)
+
+        spec.loader.exec_module = execute_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+def watch() -> None:
+    """Have every broker of this process use the plugin (called by ``sitecustomize``)."""
+    sys.meta_path.insert(0, _Watcher())
+
+
+def _wrap(broker_class: Any) -> None:
+    construct: Callable[..., None] = broker_class.__init__
+
+    def __init__(self: Any, config: Any = None, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        from amqtt.contexts import BrokerConfig  # noqa: PLC0415 - amqtt is being imported
+
+        if not isinstance(config, BrokerConfig):
+            config = BrokerConfig.from_dict(config)
+        options = {
+            "data": tempfile.mkdtemp(dir=os.environ[DATA]),
+            "store": os.environ[STORE],
+        }
+        if isinstance(config.plugins, dict):
+            config = copy.copy(config)
+            config.plugins = {**config.plugins, PLUGIN: options}
+        construct(self, config, *args, **kwargs)
+        loaded: Any = getattr(self.plugins_manager, "plugins", ())
+        if not any(type(p).__name__ == "DurableSessionPlugin" for p in _listed(loaded)):
+            _tie(self, options)
+
+    broker_class.__init__ = __init__
+
+
+def _listed(plugins: Any) -> list[Any]:
+    return list(plugins) if isinstance(plugins, list) else []
+
+
+def _tie(broker: Any, options: dict[str, str]) -> None:
+    """Tie a plugin to a broker whose plugin manager does not load it."""
+    from amqtt.broker import BrokerContext  # noqa: PLC0415 - amqtt is being imported
+
+    from broker_ext import DurableSessionPlugin  # noqa: PLC0415
+
+    context = BrokerContext(broker)
+    context.config = DurableSessionPlugin.Config(**options)  # type: ignore[assignment]
+    plugin = DurableSessionPlugin(context)
+    start_listeners, shutdown = broker._start_listeners, broker.shutdown
+
+    async def start_after_plugin() -> None:
+        await plugin.on_broker_pre_start()
+        await start_listeners()
+        await plugin.on_broker_post_start()
+
+    async def shutdown_after_plugin() -> None:
+        await plugin.on_broker_pre_shutdown()
+        await shutdown()
+
+    broker._start_listeners = start_after_plugin
+    broker.shutdown = shutdown_after_plugin
+
+
+# --------------------------------------------------------------------------- the comparison
+
+
+def _run(
+    checkout: Path, work: Path, arguments: list[str], *, store: str | None
+) -> dict[str, str]:
+    """Run the suite once. Returns test id -> outcome."""
+    name = store or "plain"
+    report = work / f"{name}.xml"
+    path = [str(checkout)]
+    env = dict(os.environ, PYTHONDONTWRITEBYTECODE="1")
+    if store is not None:
+        data = work / f"data-{name}"
+        data.mkdir()
+        inject = work / "inject"
+        inject.mkdir(exist_ok=True)
+        (inject / "sitecustomize.py").write_text(
+            "from interop.amqtt_suite import watch\n\nwatch()\n"
+        )
+        env |= {STORE: store, DATA: str(data)}
+        path = [str(checkout), str(inject), str(HERE.parent)]
+    env["PYTHONPATH"] = os.pathsep.join(path)
+    env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
+    print(f"-- amqtt's tests, {'with this plugin on ' + store if store else 'as they are'}")
+    subprocess.run(
+        [sys.executable, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider"]
+        + ["-o", "addopts=", "--timeout", "60", "--tb", "short", "--mock-docker", "true"]
+        + ["--continue-on-collection-errors", f"--junitxml={report}", *arguments],
+        cwd=checkout,
+        env=env,
+        stdout=(work / f"{name}.log").open("wb"),
+        stderr=subprocess.STDOUT,
+        check=False,
+    )
+    return _outcomes(report)
+
+
+def _outcomes(report: Path) -> dict[str, str]:
+    outcomes: dict[str, str] = {}
+    for case in ElementTree.parse(report).getroot().iter("testcase"):  # noqa: S314 - pytest's
+        name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
+        bad = {child.tag for child in case} & {"failure", "error", "skipped"}
+        outcomes[name] = ", ".join(sorted(bad)) or "passed"
+    return outcomes
+
+
+def _shown(checkout: Path, work: Path) -> Path:
+    """The checkout without its ``amqtt/``, as links."""
+    shown = work / "checkout"
+    shown.mkdir()
+    for part in checkout.iterdir():
+        if part.name not in LEFT_OUT:
+            (shown / part.name).symlink_to(part.resolve())
+    return shown
+
+
+def _compare(plain: dict[str, str], ours: dict[str, str], store: str) -> int:
+    known = (HERE / "amqtt_suite.md").read_text(encoding="utf-8")
+    unexplained = 0
+    passed = sum(outcome == "passed" for outcome in plain.values())
+    print(f"as they are: {passed} of {len(plain)} passed")
+    passed = sum(outcome == "passed" for outcome in ours.values())
+    print(f"with this plugin on {store}: {passed} of {len(ours)} passed")
+    for name in sorted(plain.keys() | ours.keys()):
+        before, after = plain.get(name, "not run"), ours.get(name, "not run")
+        if before != after:
+            explained = name in known
+            unexplained += not explained
+            print(f"  {name}: {before} -> {after}{'' if explained else '  NOT EXPLAINED'}")
+    return unexplained
+
+
+def main() -> int:
+    """Run and compare. Returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m interop.amqtt_suite", description=__doc__)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--store", action="append", choices=("sqlite", "lmdb"))
+    parser.add_argument("--keep", type=Path, help="a directory for the logs and reports")
+    parser.add_argument("arguments", nargs="*", help="for pytest, after --")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        work = (options.keep or Path(temporary)).resolve()
+        work.mkdir(parents=True, exist_ok=True)
+        shown = _shown(options.checkout, work)
+        plain = _run(shown, work, options.arguments, store=None)
+        unexplained = 0
+        for store in options.store or ["sqlite"]:
+            ours = _run(shown, work, options.arguments, store=store)
+            unexplained += _compare(plain, ours, store)
+    return 1 if unexplained else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
