@@ -35,7 +35,7 @@ from functools import lru_cache
 from itertools import accumulate, islice
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - it is a class
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 from zlib import crc32
 
 from storage.api import BLOCK_BYTES_MAX, BLOCK_ENTRIES_MAX, Entry
@@ -50,7 +50,6 @@ __all__ = [
     "decode_message",
     "encode_block",
     "encode_message",
-    "offsets_of",
 ]
 
 _Row: TypeAlias = tuple[int, int, int, int, int]
@@ -85,18 +84,12 @@ def _rows(count: int) -> Struct:
     return Struct(">" + "IIBHH" * count)
 
 
-class Encoded:
-    """A block that was encoded. count: how many of the entries it took.
+class Encoded(NamedTuple):
+    """A block that was encoded. count: how many of the entries it took. names: of its topics."""
 
-    positions: topic -> positions of its entries, packed; b"" = all of them.
-    """
-
-    __slots__ = ("count", "positions", "raw")
-
-    def __init__(self, raw: bytes, count: int, positions: dict[bytes, bytes]) -> None:
-        self.raw = raw
-        self.count = count
-        self.positions = positions
+    raw: bytes
+    count: int
+    topics: list[bytes]
 
 
 def _body(entry: Entry) -> tuple[bytes, int]:
@@ -156,19 +149,8 @@ def encode_block(entries: Sequence[Entry], start: int, stored_ms: int) -> Encode
     begun = first & _MASK
     crcs = _CRCS.pack(crc32(packed_names, crc32(head, begun)), crc32(packed_table, begun))
     raw = b"".join((head, crcs, packed_names, packed_table, *bodies))
-    return Encoded(raw, count, _positions(table[3::5], list(names)))
-
-
-def _positions(topics: list[int], names: list[bytes]) -> dict[bytes, bytes]:
-    """Where the entries of each topic are."""
-    if topics.count(topics[0]) == len(topics):
-        return {names[topics[0]]: b""}
-    found: dict[int, bytearray] = {}
-    for position, topic in enumerate(topics):
-        if (at := found.get(topic)) is None:
-            found[topic] = at = bytearray()
-        at += _U16.pack(position)
-    return {names[topic]: bytes(at) for topic, at in found.items()}
+    known = list(names)
+    return Encoded(raw, count, [known[topic] for topic in set(table[3::5])])
 
 
 class Block:
@@ -252,21 +234,23 @@ class Block:
         except (IndexError, StructError):
             raise Damage(offset) from None
 
-    def positions(self) -> dict[bytes, bytes]:
-        """Topic -> packed positions, as ``encode_block`` gave them. For a sound block."""
-        return _positions([row[3] for row in self.rows()], self.names)
+    def topics(self) -> set[bytes]:
+        """Topics of its entries; if the table is damaged, all names that may be one."""
+        if not self.is_sound:
+            return set(self.names)
+        return {self.names[row[3]] for row in self.rows()}
+
+    def last_of_topics(self, through: int) -> dict[bytes, int]:
+        """Topic -> its last offset at or below ``through``; never too low, if damage hides it."""
+        if not self.is_sound:
+            return dict.fromkeys(self.names, min(through, self.last))
+        rows = self.rows()[: max(0, through + 1 - self.first)]
+        return {self.names[row[3]]: offset for offset, row in enumerate(rows, start=self.first)}
 
     @property
     def body_bytes(self) -> int:
         """Of all entries."""
         return len(self._raw) - self._bodies_at
-
-
-def offsets_of(first: int, last: int, positions: bytes) -> list[int] | range:
-    """The offsets that packed positions stand for, in a block from ``first`` to ``last``."""
-    if not positions:
-        return range(first, last + 1)
-    return [first + (positions[at] << 8 | positions[at + 1]) for at in range(0, len(positions), 2)]
 
 
 def _split(packed: bytes) -> list[bytes]:

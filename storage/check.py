@@ -20,6 +20,7 @@ from storage.kv import U64, U64_U64, ReadTxn, Space, get_u64
 from storage.meta import Ends, MetaDamaged, read_ends, read_identity
 from storage.names import filter_hash, key_of, topic_id
 from storage.records import NONE, Record, decode_will
+from storage.topics import UNKNOWN, is_in, named
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,61 +56,88 @@ def _count(txn: ReadTxn, space: Space) -> int:
 def _ends(ends: Ends) -> Iterator[str]:
     if not ends.coarse <= ends.floor <= ends.head:
         yield f"coarse {ends.coarse}, floor {ends.floor} and head {ends.head} are out of order"
+    if not ends.indexed <= ends.head:
+        yield f"the index goes to {ends.indexed}, the head is {ends.head}"
 
 
 # ---------------------------------------------------------------------------------- history
 
 
 def _history(txn: ReadTxn, ends: Ends) -> Iterator[str]:
-    expected = 0
-    blocks = rows = 0
+    walk = _Blocks(txn, ends)
     for key, raw in txn.scan(Space.HISTORY):
-        first = int.from_bytes(key, "big")
-        blocks += 1
-        if expected == 0 and first > ends.floor + 1:
-            yield f"history begins with {first}, above the floor {ends.floor}"
-        if expected not in (0, first):
-            yield f"entries {expected} to {first - 1} are missing"
+        yield from walk.one(int.from_bytes(key, "big"), raw)
+    yield from walk.totals()
+
+
+class _Blocks:
+    """All blocks. rows: how many (topic, block) the index should name."""
+
+    def __init__(self, txn: ReadTxn, ends: Ends) -> None:
+        self.txn = txn
+        self.ends = ends
+        self.begin = self.expected = self.blocks = self.rows = 0
+        self.is_sound = True
+
+    def one(self, first: int, raw: bytes) -> Iterator[str]:
+        """A block, and what the index has of it."""
+        self.blocks += 1
+        if self.expected not in (0, first):
+            yield f"entries {self.expected} to {first - 1} are missing"
+        self.begin = self.begin or first
+        self.expected = first + 1
         try:
             block = Block(first, raw)
         except Damage:
+            self.is_sound = False
             yield f"the block of {first} is damaged"
-            expected = first + 1
-            continue
-        expected = block.last + 1
-        if block.last <= ends.floor:
-            yield f"the block of {first} is below the floor {ends.floor}"
+            return
+        self.expected = block.last + 1
+        if block.last <= self.ends.floor:
+            yield f"the block of {first} is below the floor {self.ends.floor}"
         yield from _entries(block)
-        if block.is_sound:
-            rows += len(block.positions())
-            yield from _index(txn, block)
-    if expected not in (0, ends.head + 1):
-        yield f"history ends with {expected - 1}, the head is {ends.head}"
-    if blocks == 0 and ends.floor != ends.head:
-        yield f"history is empty, the floor is {ends.floor} and the head {ends.head}"
-    if blocks != ends.blocks:
-        yield f"there are {blocks} blocks, {ends.blocks} are counted"
-    if rows != (found := _count(txn, Space.TOPIC_INDEX)):
-        yield f"the index by topic has {found} rows for {rows} of the blocks"
+        if not block.is_sound:
+            self.is_sound = False
+            yield f"the table of the block of {first} is damaged"
+        elif first <= self.ends.indexed:
+            yield from self._index(block)
+
+    def _index(self, block: Block) -> Iterator[str]:
+        for topic in block.topics():
+            self.rows += 1
+            number = topic_id(self.txn, topic)
+            if number is None:
+                yield f"a topic of the block of {block.first} has no id"
+            elif not is_in(self.txn, number, block.first):
+                yield f"the index of topic {number} does not name the block of {block.first}"
+
+    def totals(self) -> Iterator[str]:
+        """The ends, and that the index names no more than there is."""
+        ends = self.ends
+        if self.blocks == 0 and ends.floor != ends.head:
+            yield f"history is empty, the floor is {ends.floor} and the head {ends.head}"
+        if self.blocks and not self.begin <= ends.floor + 1:
+            yield f"history begins with {self.begin}, above the floor {ends.floor}"
+        if self.blocks and self.is_sound and self.expected != ends.head + 1:
+            yield f"history ends with {self.expected - 1}, the head is {ends.head}"
+        if self.blocks != ends.blocks:
+            yield f"there are {self.blocks} blocks, {ends.blocks} are counted"
+        found = 0
+        for key, packed in self.txn.scan(Space.TOPIC_INDEX, U64.pack(UNKNOWN + 1)):
+            firsts = named(key, packed)
+            found += sum(1 for first in firsts if first >= self.begin)
+            if self.blocks == 0 or firsts[-1] < self.begin:
+                yield f"the index names the block of {firsts[-1]}, which was pruned"
+        if self.is_sound and found != self.rows:
+            yield f"the index by topic names {found} blocks for {self.rows}"
 
 
 def _entries(block: Block) -> Iterator[str]:
-    if not block.is_sound:
-        yield f"the table of the block of {block.first} is damaged"
     for position in range(block.count):
         try:
             block.entry(position)
         except Damage as damage:
             yield f"entry {damage.offset} is damaged"
-
-
-def _index(txn: ReadTxn, block: Block) -> Iterator[str]:
-    for topic, positions in block.positions().items():
-        number = topic_id(txn, topic)
-        if number is None:
-            yield f"a topic of the block of {block.first} has no id"
-        elif txn.get(Space.TOPIC_INDEX, U64_U64.pack(number, block.first)) != positions:
-            yield f"the index of topic {number} is wrong for the block of {block.first}"
 
 
 def _topics(txn: ReadTxn, ends: Ends) -> Iterator[str]:

@@ -196,13 +196,12 @@ class DurableStore(ABC):
             Sidecar.of(identity, ends.head, place).write(self._sidecar)
             identity = Identity(identity.db_id, identity.generation, identity.boot + 1)
 
-        def boot(txn: WriteTxn) -> tuple[Opened, Ends]:
+        def boot(txn: WriteTxn) -> tuple[Opened, Engine]:
             identity.write(txn)
             return engine.opened(txn, identity, minted, now_ms)
 
-        opened, ends = database.write(boot)
+        opened, self._engine = database.write(boot)
         Sidecar.of(identity, ends.head, place).write(self._sidecar)
-        self._engine = Engine(identity, ends)
         self._witness_ms = now_ms
         return opened
 

@@ -98,6 +98,10 @@ class Engine:
         """Of the database that is written to."""
         return self._history.identity
 
+    def read_tail(self, txn: ReadTxn) -> None:
+        """Take up what the last run left unfinished."""
+        self._history.tail.read(txn, self._history.ends)
+
     def apply(self, batch: Batch, txn: WriteTxn) -> list[Outcome]:
         """Apply a batch. Call ``committed`` or ``aborted`` afterwards; or apply it once more, if
         its transaction was given up."""
@@ -165,8 +169,11 @@ def retained_page(txn: ReadTxn, after: bytes | None, limit: int) -> list[Entry]:
     return found
 
 
-def opened(txn: WriteTxn, identity: Identity, minted: str, now_ms: int) -> tuple[Opened, Ends]:
+def opened(txn: WriteTxn, identity: Identity, minted: str, now_ms: int) -> tuple[Opened, Engine]:
     """The opening itself: detach owners that died, and say what the broker must know."""
     ends = read_ends(txn)
+    engine = Engine(identity, ends)
+    engine.read_tail(txn)
     consumers.detach_all(txn, now_ms)
-    return Opened(ends.log(identity), filter_counts(txn), wills(txn), minted), ends
+    found = Opened(ends.log(identity), filter_counts(txn), wills(txn), minted)
+    return found, engine

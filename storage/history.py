@@ -13,67 +13,60 @@ Rule 2. ``accept`` is asked once for each topic and read.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from storage.api import Chunk, Entry
-from storage.blocks import Block, Damage, encode_block, offsets_of
+from storage.blocks import Block, Damage, encode_block
 from storage.errors import EntryDamaged, EntryGone
-from storage.kv import U64, U64_U64, ReadTxn, Space, WriteTxn
+from storage.kv import U64, Space
 from storage.meta import Ends, read_ends
-from storage.names import KEPT_BYTES, key_of, literal_prefix, topic_id
 from storage.retention import Marks
+from storage.topics import TAIL_BLOCKS_MAX, UNKNOWN, Tail, candidates, is_in, matching
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from storage.api import Accept
+    from storage.kv import ReadTxn, WriteTxn
     from storage.meta import Identity
 
 __all__ = ["History", "fetch", "read"]
-
-TOPICS_CACHED_MAX: Final = 65_536
-"""Topics whose ids the writer knows without a look: about 10 MB of common topic names. A client
-can invent a topic per message, so it is bounded; when it is full it starts again."""
 
 SLICE_BYTES_MAX: Final = 4 << 20
 """Blocks read in one transaction: a longer search goes on in the next one, so that others get
 their turn in the reader, and pages and write-ahead log are not held back."""
 
-_INDEX_ROWS_MAX: Final = 4096
-"""Rows of the index looked at in one round of the plan by topic."""
 _LOOK_MAX: Final = 10_000
 """Topic names looked at under wildcards before the scan is taken to be cheaper."""
-_LOOK_MIN: Final = 16
 
 
 class History:
     """The writer's side of the history: what it knows without reading. One thread.
 
-    Between ``committed`` and the next, everything here can be put back by ``aborted``.
+    What changed since ``committed`` is put back by ``aborted``.
     """
 
-    __slots__ = ("_committed", "ends", "identity", "topics")
+    __slots__ = ("_committed", "ends", "identity", "tail")
 
     def __init__(self, identity: Identity, ends: Ends) -> None:
         self.identity = identity
         self.ends = ends
-        self.topics: dict[bytes, int] = {}
-        self._committed = replace(ends)
+        self.tail = Tail()
+        self._committed = ends.values()
 
     def is_changed(self) -> bool:
         """Whether the ends must be written before this transaction is committed."""
-        return self.ends != self._committed
+        return self.ends.values() != self._committed
 
     def committed(self) -> None:
         """The transaction is on disk."""
-        self._committed = replace(self.ends)
+        self._committed = self.ends.values()
+        self.tail.committed()
 
     def aborted(self) -> None:
         """The transaction is gone."""
-        self.ends = replace(self._committed)
-        self.topics.clear()
+        self.ends = Ends(*self._committed)
+        self.tail.aborted()
 
     def append(self, txn: WriteTxn, entries: Sequence[Entry], stored_ms: int) -> None:
         """Append entries that follow the head, in as many blocks as they need."""
@@ -81,35 +74,18 @@ class History:
         at = 0
         while at < len(entries):
             first = entries[at].offset
-            if first != ends.head + 1:
-                msg = f"entry {first} cannot follow the head {ends.head}"
-                raise AssertionError(msg)
-            block = encode_block(entries, at, stored_ms)
-            at += block.count
+            raw, count, topics = encode_block(entries, at, stored_ms)
+            at += count
             last = entries[at - 1].offset
-            if last != ends.head + block.count:
-                msg = f"entries {first} to {last} have gaps"
+            if first != ends.head + 1 or last != ends.head + count:
+                msg = f"entries {first} to {last} cannot follow the head {ends.head}"
                 raise AssertionError(msg)
-            txn.put(Space.HISTORY, U64.pack(first), block.raw)
-            for topic, positions in block.positions.items():
-                key = U64_U64.pack(self.topics.get(topic) or self._id_of(txn, topic), first)
-                txn.put(Space.TOPIC_INDEX, key, positions)
+            txn.put(Space.HISTORY, U64.pack(first), raw)
             ends.head = last
             ends.blocks += 1
-
-    def _id_of(self, txn: WriteTxn, topic: bytes) -> int:
-        """The id of a topic; it gets one if it has none."""
-        number = topic_id(txn, topic)
-        if number is None:
-            number = self.ends.next_topic
-            self.ends.next_topic += 1
-            packed = U64.pack(number)
-            txn.put(Space.TOPIC, key_of(topic), packed)
-            txn.put(Space.TOPIC_NAME, packed, topic)
-        if len(self.topics) >= TOPICS_CACHED_MAX:
-            self.topics.clear()
-        self.topics[topic] = number
-        return number
+            self.tail.add(first, topics, len(raw))
+            if self.tail.is_long():
+                self.tail.index(txn, ends)
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -184,7 +160,7 @@ class _Reading:
             if read_bytes > SLICE_BYTES_MAX:
                 return first - 1
             if raw is None:
-                self.look_into_damage(first, None)
+                self.look_into_damage(first)
                 continue
             read_bytes += len(raw)
             if (stopped := self.take(first, raw)) is not None:
@@ -196,7 +172,7 @@ class _Reading:
         try:
             block = Block(first, raw)
         except Damage:
-            self.look_into_damage(first, None)
+            self.look_into_damage(first)
             return None
         qos_of = [self.grant(name) for name in block.names]
         if block.is_sound and not any(qos_of):
@@ -209,10 +185,11 @@ class _Reading:
             try:
                 entry = block.entry(position)
             except Damage as damage:
-                if not block.is_sound:
-                    self.look_into_damage(first, damage.offset)
-                    continue
-                raise EntryDamaged(damage.offset, block.names[topic]) from None
+                if block.is_sound:
+                    raise EntryDamaged(damage.offset, block.names[topic]) from None
+                if any(qos_of):
+                    raise EntryDamaged(damage.offset) from None
+                continue
             if qos := self.grant(entry.topic):
                 self.bytes_left -= len(entry.topic) + len(entry.payload)
                 if self.taken and (len(self.taken) == self.entries_max or self.bytes_left < 0):
@@ -220,35 +197,27 @@ class _Reading:
                 self.taken.append((entry, qos))
         return None
 
-    def look_into_damage(self, first: int, offset: int | None) -> None:
-        """Raise EntryDamaged if what is damaged may match.
-
-        offset: of the entry, None = any above ``start`` in the block.
-        """
+    def look_into_damage(self, first: int) -> None:
+        """Raise EntryDamaged for a block that tells nothing, if it may have what matches."""
+        offset = max(first, self.start + 1)
+        if first > self.ends.indexed:
+            raise EntryDamaged(offset)
         known = False
-        for topic, offsets in topics_in_block(self.txn, self.ends, first):
-            hit = [o for o in offsets if (o > self.start if offset is None else o == offset)]
-            known = known or bool(hit)
-            if hit and self.grant(topic):
-                raise EntryDamaged(hit[0], topic)
+        for topic in topics_of(self.txn, first):
+            known = True
+            if topic == b"" or self.grant(topic):
+                raise EntryDamaged(offset, topic)
         if not known:
-            raise EntryDamaged(offset or max(first, self.start + 1))
+            raise EntryDamaged(offset)
 
 
-def topics_in_block(
-    txn: ReadTxn, ends: Ends, first: int
-) -> Iterator[tuple[bytes, list[int] | range]]:
-    """What the index says about a damaged block: each topic in it with its offsets. Slow."""
-    for key, _ in txn.scan(Space.HISTORY, start=U64.pack(first + 1)):
-        last = int.from_bytes(key, "big") - 1
-        break
-    else:
-        last = ends.head
-    names = list(txn.scan(Space.TOPIC_NAME))
-    for packed_id, topic in names:
-        positions = txn.get(Space.TOPIC_INDEX, packed_id + U64.pack(first))
-        if positions is not None:
-            yield topic, offsets_of(first, last, positions)
+def topics_of(txn: ReadTxn, first: int) -> Iterator[bytes]:
+    """What the index says about a block that tells nothing; b"" = any topic. Slow."""
+    if is_in(txn, UNKNOWN, first):
+        yield b""
+    for packed_id, topic in list(txn.scan(Space.TOPIC_NAME)):
+        if is_in(txn, int.from_bytes(packed_id, "big"), first):
+            yield topic
 
 
 # ----------------------------------------------------------------------------------- planning
@@ -259,76 +228,28 @@ def _plan(
 ) -> Iterator[tuple[int, bytes | None]]:
     """The blocks to read, in order: by topic if that is cheaper, else all of them."""
     missed = ends.head - start
-    blocks = max(1, ends.blocks * missed // max(1, ends.head - ends.floor))
-    if filters and blocks > 1:
-        ids = _matching_topics(txn, filters, grant, max(_LOOK_MIN, min(blocks, _LOOK_MAX)))
+    blocks = ends.blocks * missed // max(1, ends.head - ends.floor)
+    if filters and blocks > TAIL_BLOCKS_MAX:
+        ids = matching(txn, filters, grant, min(blocks, _LOOK_MAX))
         if ids is not None:
             return _by_topic(txn, ends, start, ids)
     return _scan(txn, ends, start)
 
 
-def _matching_topics(
-    txn: ReadTxn, filters: Sequence[bytes], grant: Accept, look_max: int
-) -> list[int] | None:
-    """Ids of the topics that match; None when more than ``look_max`` would have to be looked at."""
-    looked = 0
-    found: set[int] = set()
-    for topic_filter in filters:
-        prefix, is_exact = literal_prefix(topic_filter)
-        if is_exact:
-            looked += 1
-            number = topic_id(txn, prefix)
-            if number is not None and grant(prefix):
-                found.add(number)
-        else:
-            start = prefix[:KEPT_BYTES]
-            rows = txn.scan(Space.TOPIC, start, after_prefix(start))
-            for key, packed_id in islice(rows, look_max - looked + 1):
-                looked += 1
-                name = key if len(key) <= KEPT_BYTES else txn.get(Space.TOPIC_NAME, packed_id)
-                if name is not None and grant(name):
-                    found.add(int.from_bytes(packed_id, "big"))
-        if looked > look_max:
-            return None
-    return sorted(found)
-
-
-def after_prefix(prefix: bytes) -> bytes | None:
-    """The first key after all those that begin with ``prefix``; None = there is none."""
-    stem = prefix.rstrip(b"\xff")
-    return stem[:-1] + bytes((stem[-1] + 1,)) if stem else None
-
-
 def _by_topic(
     txn: ReadTxn, ends: Ends, start: int, ids: Sequence[int]
 ) -> Iterator[tuple[int, bytes | None]]:
-    """Blocks that the index has for any of these topics.
-
-    Goes in rounds, up to where the index was read for each of the topics, so that no more than
-    one cursor is open and no more than about _INDEX_ROWS_MAX rows are in memory.
-    """
-    at = first_block(txn, start + 1)
-    rows_max = max(16, _INDEX_ROWS_MAX // max(1, len(ids)))
-    while at <= ends.head:
-        found: set[int] = set()
-        horizon = ends.head
-        for number in ids:
-            rows = txn.scan(
-                Space.TOPIC_INDEX, U64_U64.pack(number, at), U64_U64.pack(number, horizon + 1)
-            )
-            firsts = [int.from_bytes(key[8:], "big") for key, _ in islice(rows, rows_max)]
-            found.update(firsts)
-            if len(firsts) == rows_max:
-                horizon = firsts[-1]
-        for first in sorted(found):
-            if first <= horizon:
-                yield first, txn.get(Space.HISTORY, U64.pack(first))
-        at = horizon + 1
+    """Blocks that the index has for any of these topics, then the tail, which it does not know."""
+    for first in candidates(txn, ids, first_block(txn, start + 1), ends.indexed):
+        yield first, txn.get(Space.HISTORY, U64.pack(first))
+    yield from _scan(txn, ends, max(start, ends.indexed))
 
 
 def _scan(txn: ReadTxn, ends: Ends, start: int) -> Iterator[tuple[int, bytes | None]]:
     """Every block from the one that holds start + 1 on; a hole between two is damage."""
     expected = start + 1
+    if expected > ends.head:
+        return
     begin = first_block(txn, expected)
     for key, raw in txn.scan(Space.HISTORY, U64.pack(begin), U64.pack(ends.head + 1)):
         first = int.from_bytes(key, "big")

@@ -4,7 +4,7 @@ Three rows in Space.META, each with a checksum of its own:
 
     b"format"    u32 FORMAT
     b"identity"  16s db_id, 16s generation, u64 boot
-    b"ends"      u64 head, floor, coarse, next_topic, next_consumer, marks, blocks
+    b"ends"      u64 head, floor, coarse, indexed, next_topic, next_consumer, marks, blocks
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ENDS_KEY: Final = b"ends"
 _CRC: Final = Struct(">I")
 _FORMAT: Final = Struct(">I")
 _IDENTITY: Final = Struct(">16s16sQ")
-_ENDS: Final = Struct(">QQQQQQQ")
+_ENDS: Final = Struct(">QQQQQQQQ")
 
 
 class MetaDamaged(Exception):  # noqa: N818 - becomes StoreCorrupt where the path is known
@@ -73,23 +73,26 @@ class Ends:
     """The numbers of the history that every commit may change. Unit: entries, 0 = none.
 
     coarse: nothing at or below it is promised of topics that were forgotten.
+    indexed: the index by topic knows every block up to here (storage.topics).
     next_topic, next_consumer: the ids to be given next. marks, blocks: rows there are.
     """
 
     head: int = 0
     floor: int = 0
     coarse: int = 0
+    indexed: int = 0
     next_topic: int = 1
     next_consumer: int = 1
     marks: int = 0
     blocks: int = 0
 
-    def pack(self) -> bytes:
-        """As stored, without the checksum."""
-        return _ENDS.pack(
+    def values(self) -> tuple[int, ...]:
+        """All of them, in the order they are stored in."""
+        return (
             self.head,
             self.floor,
             self.coarse,
+            self.indexed,
             self.next_topic,
             self.next_consumer,
             self.marks,
@@ -98,7 +101,7 @@ class Ends:
 
     def write(self, txn: WriteTxn) -> None:
         """Put the row."""
-        txn.put(Space.META, _ENDS_KEY, _sealed(self.pack()))
+        txn.put(Space.META, _ENDS_KEY, _sealed(_ENDS.pack(*self.values())))
 
     def log(self, identity: Identity) -> LogState:
         """As the outside sees it."""

@@ -16,9 +16,10 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from storage.api import Loss, Prune, Pruned
-from storage.blocks import Block, Damage, offsets_of
-from storage.kv import U64, U64_U64, ReadTxn, Space, WriteTxn, get_u64
+from storage.blocks import Block, Damage
+from storage.kv import U64, ReadTxn, Space, WriteTxn, get_u64
 from storage.names import key_of, literal_prefix, topic_id
+from storage.topics import UNKNOWN, forget, is_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -104,7 +105,7 @@ class _Pruning:
         self._history = history
         self._ends = history.ends
         self._op = op
-        self._lost: dict[bytes, int] = {}
+        self._lost: dict[int, int] = {}
         self.blocks = 0
         self.payload_bytes = 0
 
@@ -113,21 +114,24 @@ class _Pruning:
         ends = self._ends
         through = min(self._op.through, ends.head)
         unneeded = low_water(self._txn, ends)
+        if max(through, unneeded) > ends.indexed:
+            self._history.tail.index(self._txn, ends)
         while (row := next(self._txn.scan(Space.HISTORY), None)) is not None:
             key, raw = row
             block = _Old(self._txn, ends, key, raw)
             is_old = block.stored_ms < self._op.before_ms
             if block.last > through and not (block.last <= unneeded and is_old):
                 if through > ends.floor:
-                    self._lose(block.topics(), through)
+                    self._lost.update(block.last_of_topics(through))
                     ends.floor = through
                 return False
             if self.blocks == self._op.blocks_max:
                 return True
-            topics = block.topics()
-            self._lose(topics, block.last)
-            for packed_id in topics:
-                self._txn.delete(Space.TOPIC_INDEX, packed_id + key)
+            lost = block.last_of_topics(block.last)
+            self._lost.update(lost)
+            if not lost:  # nobody can tell whose entries these were
+                ends.coarse = max(ends.coarse, block.last)
+            forget(self._txn, (UNKNOWN, *lost), block.first)
             self._txn.delete(Space.HISTORY, key)
             self.blocks += 1
             self.payload_bytes += block.body_bytes
@@ -135,16 +139,10 @@ class _Pruning:
             ends.floor = max(ends.floor, block.last)
         return False
 
-    def _lose(self, topics: dict[bytes, list[int] | range], through: int) -> None:
-        """Note what each topic of a block loses up to ``through``."""
-        for packed_id, offsets in topics.items():
-            gone = [offset for offset in offsets if offset <= through]
-            if gone:
-                self._lost[packed_id] = gone[-1]
-
     def mark_topics(self) -> None:
         """Raise the marks of the topics that lost something, once each."""
-        for packed_id, offset in self._lost.items():
+        for number, offset in self._lost.items():
+            packed_id = U64.pack(number)
             before = self._txn.get(Space.MARK, packed_id)
             if before is None:
                 self._ends.marks += 1
@@ -159,13 +157,12 @@ class _Old:
 
     def __init__(self, txn: ReadTxn, ends: Ends, key: bytes, raw: bytes) -> None:
         self._txn = txn
-        self._key = key
-        self._names: list[bytes] | None = None
-        first = int.from_bytes(key, "big")
+        self.first = int.from_bytes(key, "big")
+        self._block: Block | None = None
         try:
-            block = Block(first, raw)
+            self._block = block = Block(self.first, raw)
         except Damage:
-            following = next(txn.scan(Space.HISTORY, U64.pack(first + 1)), None)
+            following = next(txn.scan(Space.HISTORY, U64.pack(self.first + 1)), None)
             self.last = int.from_bytes(following[0], "big") - 1 if following else ends.head
             self.stored_ms = 0
             self.body_bytes = len(raw)
@@ -173,21 +170,22 @@ class _Old:
             self.last = block.last
             self.stored_ms = block.stored_ms
             self.body_bytes = block.body_bytes
-            self._names = block.names
 
-    def topics(self) -> dict[bytes, list[int] | range]:
-        """Topic id -> offsets, as the index has them. Slow if the block cannot tell its topics."""
-        if self._names is None:
-            ids = [packed_id for packed_id, _ in self._txn.scan(Space.TOPIC_NAME)]
-        else:
-            numbers = [topic_id(self._txn, name) for name in self._names]
-            ids = [U64.pack(number) for number in numbers if number is not None]
-        first = int.from_bytes(self._key, "big")
-        found: dict[bytes, list[int] | range] = {}
-        for packed_id in ids:
-            positions = self._txn.get(Space.TOPIC_INDEX, packed_id + self._key)
-            if positions is not None:
-                found[packed_id] = offsets_of(first, self.last, positions)
+    def last_of_topics(self, through: int) -> dict[int, int]:
+        """Topic id -> its last offset at or below ``through``.
+
+        Of a block that tells nothing the index knows the topics (slow), and each is taken to have
+        lost its last entry.
+        """
+        if self._block is None:
+            ids = [int.from_bytes(key, "big") for key, _ in self._txn.scan(Space.TOPIC_NAME)]
+            last = min(through, self.last)
+            return {number: last for number in ids if is_in(self._txn, number, self.first)}
+        found: dict[int, int] = {}
+        for topic, offset in self._block.last_of_topics(through).items():
+            number = topic_id(self._txn, topic)
+            if number is not None:  # a name that is only an origin, in a damaged table
+                found[number] = offset
         return found
 
 
@@ -201,11 +199,10 @@ def _fold(txn: WriteTxn, history: History, marks_max: int) -> None:
         txn.delete(Space.MARK, packed_id)
         ends.marks -= 1
         ends.coarse = max(ends.coarse, int.from_bytes(key[:8], "big"))
-        number = int.from_bytes(packed_id, "big")
-        rows = txn.scan(Space.TOPIC_INDEX, U64_U64.pack(number, 0), U64_U64.pack(number + 1, 0))
-        if next(rows, None) is None:
+        following = U64.pack(int.from_bytes(packed_id, "big") + 1)
+        if next(txn.scan(Space.TOPIC_INDEX, packed_id, following), None) is None:
             name = txn.get(Space.TOPIC_NAME, packed_id)
             assert name is not None, "a mark has a topic"  # noqa: S101
             txn.delete(Space.TOPIC, key_of(name))
             txn.delete(Space.TOPIC_NAME, packed_id)
-            history.topics.pop(name, None)
+            history.tail.forget(name)
