@@ -159,9 +159,10 @@ class Database:
 
     async def stop(self) -> None:
         """Check every invariant, then close."""
-        violations = await self.store.check()
-        await self.store.close()
-        assert violations == []
+        try:
+            assert await self.store.check() == []
+        finally:
+            await self.store.close()
 
     # ------------------------------------------------------------------------------ writes
 

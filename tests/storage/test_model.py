@@ -144,12 +144,14 @@ class Machine(RuleBasedStateMachine):
             self.submit()
 
     def teardown(self) -> None:
-        try:
+        with self.disk:
+            self.disk.callback(self.loop.close)
             for database in (self.model, *self.others.values()):
-                self.run(database.stop())
-        finally:
-            self.loop.close()
-            self.disk.close()
+                self.disk.callback(self.run_stop, database)
+
+    def run_stop(self, database: Database) -> None:
+        if hasattr(database, "opened"):
+            self.run(database.stop())
 
     # ------------------------------------------------------------------- filling a batch
 
