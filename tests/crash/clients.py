@@ -1,0 +1,599 @@
+"""Raw MQTT 3.1.1 clients that behave badly within the rules, and note what they see.
+
+Each client decides with a random generator of its own, so that one client's decisions do not
+depend on how the others' packets happened to arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from broker_ext.wire import (
+    DISCONNECT,
+    PINGREQ,
+    Connack,
+    Connect,
+    ConnectWill,
+    Decoder,
+    Pingresp,
+    Puback,
+    Pubcomp,
+    Publish,
+    Pubrec,
+    Pubrel,
+    Suback,
+    Subscribe,
+    SubscribeFilter,
+    Unsuback,
+    Unsubscribe,
+    encode,
+)
+from tests.crash import facts
+from tests.crash.broker import HOST
+from tests.crash.facts import Message
+
+if TYPE_CHECKING:
+    from broker_ext.wire import Packet
+    from tests.crash.facts import Fact
+
+__all__ = ["END", "Client", "Publisher", "Subscriber", "World"]
+
+ANSWER_S: Final = 20.0
+"""How long an answer may take on a busy machine before it counts as missing."""
+END: Final = "end"
+"""Topic of the marker that is published when everything else is accepted."""
+WINDOW: Final = 40
+"""Messages a publisher has under way."""
+
+
+class World:
+    """What the clients share.
+
+    is_wild: they misbehave; at the end they do not. is_stopping: the broker was told to stop, and
+    may refuse a CONNECT.
+    """
+
+    def __init__(self, seed: int, port: int) -> None:
+        self.seed = seed
+        self.port = port
+        self.history: list[Fact] = []
+        self.is_wild = True
+        self.is_stopping = False
+        self._links = itertools.count(1)
+        self._tickets = itertools.count(1)
+
+    def note(self, fact: Fact) -> int:
+        """Add a fact; give its index."""
+        self.history.append(fact)
+        return len(self.history)
+
+    def next_link(self) -> int:
+        """Give the number of a new connection."""
+        return next(self._links)
+
+    def next_ticket(self) -> int:
+        """Give the number of a request."""
+        return next(self._tickets)
+
+
+class Link:
+    """One connection of a client. number: its own in the history.
+
+    answered: the CONNACK, or None when the connection ended without one.
+    """
+
+    def __init__(self, client: Client, *, clean: bool) -> None:
+        self.client = client
+        self.clean = clean
+        self.number = client.world.next_link()
+        self.decoder = Decoder(server=False)
+        self.answered: asyncio.Future[Connack | None]
+        self.answered = asyncio.get_running_loop().create_future()
+        self.gone = asyncio.Event()
+        self.may_read = asyncio.Event()
+        self.may_read.set()
+        self.pings: list[int] = []
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    async def open(self) -> bool:
+        """Connect the socket. False: nobody listens."""
+        try:
+            reader, self._writer = await asyncio.open_connection(HOST, self.client.world.port)
+        except OSError:
+            return False
+        self._reading = asyncio.ensure_future(self._read(reader))
+        return True
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while data := await reader.read(65_536):
+                for packet in self.decoder.feed(data):
+                    if isinstance(packet, Connack) and not self.answered.done():
+                        self.answered.set_result(packet)
+                    self.client.handle(self, packet)
+                if self.decoder.error is not None:
+                    text = f"{self.client.name}: {self.decoder.error}"
+                    self.client.world.note(facts.Failed("down", text))
+                    return
+                await self.may_read.wait()
+        except OSError:
+            pass  # cut, by us or with the broker
+        finally:
+            self.gone.set()
+            if not self.answered.done():
+                self.answered.set_result(None)
+            if self._writer is not None:
+                self._writer.close()
+
+    def send(self, data: bytes) -> None:
+        """Write bytes; what a dead connection is given is lost."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(data)
+
+    def ping(self) -> None:
+        """Send PINGREQ."""
+        self.pings.append(self.client.world.note(facts.Pinging(self.client.name, self.number)))
+        self.send(PINGREQ)
+
+    def close(self, *, politely: bool) -> None:
+        """Close: what is written still goes out, or it is cut."""
+        if self._writer is not None:
+            if politely:
+                self._writer.close()
+            else:
+                self._writer.transport.abort()
+        self.gone.set()
+
+    async def end(self) -> None:
+        """Cut, and wait for the reader."""
+        self.close(politely=False)
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+
+
+class Client:
+    """A client id, through as many connections as it takes."""
+
+    clean = False
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.rng = random.Random(f"{world.seed}/{name}")  # noqa: S311 - no secret
+        self.link: Link | None = None
+        self._links: list[Link] = []
+
+    # ----------------------------------------------------------------------- connecting
+
+    async def connect(self, *, clean: bool | None = None) -> bool:
+        """Open a connection and wait for CONNACK; an open one is taken over from."""
+        clean = self.clean if clean is None else clean
+        link = Link(self, clean=clean)
+        if not await link.open():
+            await asyncio.sleep(0.01)
+            return False
+        self._links.append(link)
+        self.world.note(facts.Connecting(self.name, link.number, clean))
+        link.send(encode(Connect(4, self.name.encode(), clean, 0, will=self.will(link))))
+        answered, _ = await asyncio.wait([link.answered], timeout=ANSWER_S)
+        answer = link.answered.result() if answered else None
+        if answer is not None and answer.reason and self.world.is_stopping:
+            link.close(politely=False)
+        elif not answered or (answer is not None and answer.reason):
+            self.world.note(facts.Failed("down", f"{self.name}: CONNACK {answer}"))
+            link.close(politely=False)
+        return self.link is link and not link.gone.is_set()
+
+    def will(self, link: Link) -> ConnectWill | None:
+        """Give the will of a connection."""
+        del link
+        return None
+
+    def handle(self, link: Link, packet: Packet) -> None:
+        """A packet arrived."""
+        if isinstance(packet, Connack):
+            if packet.reason:
+                return
+            older, self.link = self.link, link
+            clean, present = link.clean, packet.session_present
+            self.world.note(facts.Connected(self.name, link.number, clean, present))
+            if older is not None and older is not link and not older.gone.is_set():
+                older.may_read.set()
+            self.connected(link, present=present, clean=clean)
+        elif link is not self.link:
+            return  # this connection was taken over from: the client no longer listens to it
+        elif isinstance(packet, Pingresp):
+            if link.pings:
+                self.world.note(facts.Ponged(self.name, link.number, link.pings.pop(0)))
+        else:
+            self.arrived(link, packet)
+
+    def connected(self, link: Link, *, present: bool, clean: bool) -> None:
+        """Go on where the last connection ended."""
+        raise NotImplementedError
+
+    def arrived(self, link: Link, packet: Packet) -> None:
+        """Handle a packet of the current connection."""
+        raise NotImplementedError
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection that was accepted."""
+        return self.link is not None and not self.link.gone.is_set()
+
+    async def leave(self) -> None:
+        """End every connection, as the end of the broker does."""
+        links, self._links = self._links, []
+        for link in links:
+            await link.end()
+        self.link = None
+
+    async def must_be_taken_over(self, older: Link) -> None:
+        """The broker has to close the older connection (P7)."""
+        older.may_read.set()
+        try:
+            await asyncio.wait_for(older.gone.wait(), ANSWER_S)
+        except TimeoutError:
+            self.world.note(facts.Failed("owner", f"{self.name}: link {older.number} lives on"))
+
+    # ---------------------------------------------------------------------------- living
+
+    async def live(self) -> None:
+        """Misbehave until cancelled."""
+        while True:
+            if not self.is_connected and not await self.connect():
+                continue
+            await self.act()
+
+    async def act(self) -> None:
+        """Do one thing."""
+        raise NotImplementedError
+
+    async def change_connection(self) -> None:
+        """Disconnect, be cut, or take over from oneself; then perhaps stay away."""
+        link = self.link
+        if link is None:
+            return
+        how = self.rng.random()
+        if how < 0.35:
+            link.send(DISCONNECT)
+            link.close(politely=True)
+        elif how < 0.7:
+            link.close(politely=self.rng.random() < 0.5)
+        else:
+            if await self.connect():
+                await self.must_be_taken_over(link)
+            return
+        await asyncio.sleep(self.rng.choice((0.0, 0.0, 0.02, 0.2)))
+
+
+@dataclass(slots=True)
+class _Pending:
+    message: Message
+    payload: bytes
+    step: str = "sent"
+
+
+class Publisher(Client):
+    """Publishes at QoS 1 and 2, and finishes its handshakes late, or after a reconnect.
+
+    clean: it forgets what was under way when its connection ends.
+    """
+
+    def __init__(self, world: World, name: str, *, clean: bool) -> None:
+        super().__init__(world, name)
+        self.clean = clean
+        self.pending: dict[int, _Pending] = {}
+        self._numbers = itertools.count(1)
+        self._next_id = 1
+        self._late: list[int] = []
+
+    def will(self, link: Link) -> ConnectWill | None:
+        message = Message(f"will-{self.name}", link.number, f"t/will/{self.name}", 1)
+        self.world.note(facts.Publishing(self.name, link.number, message, 0))
+        return ConnectWill(message.topic.encode(), message.id.encode() + b"\n", 1, retain=False)
+
+    def connected(self, link: Link, *, present: bool, clean: bool) -> None:
+        self._late.clear()
+        if clean or not present:
+            self.pending.clear()
+        for packet_id, pending in list(self.pending.items()):
+            if pending.step == "sent":
+                self._send(link, packet_id, pending, dup=True)
+            else:
+                self._release(link, packet_id, pending)
+
+    def arrived(self, link: Link, packet: Packet) -> None:
+        if not isinstance(packet, (Puback, Pubrec, Pubcomp)):
+            return
+        packet_id = packet.packet_id
+        pending = self.pending.get(packet_id)
+        if pending is None:
+            self._unexpected(packet)
+        elif isinstance(packet, Pubrec):
+            self._received(link, packet_id, pending)
+        elif isinstance(packet, Puback):
+            del self.pending[packet_id]
+            self.world.note(facts.Accepted(self.name, link.number, pending.message, packet_id))
+        else:
+            del self.pending[packet_id]
+            self.world.note(facts.Completed(self.name, link.number, pending.message, packet_id))
+        if self.world.is_wild and self.rng.random() < 0.002:
+            link.close(politely=False)
+
+    def _unexpected(self, packet: Puback | Pubrec | Pubcomp) -> None:
+        text = f"{self.name}: {type(packet).__name__} {packet.packet_id} of nothing"
+        self.world.note(facts.Failed("twice", text))
+
+    def _received(self, link: Link, packet_id: int, pending: _Pending) -> None:
+        if pending.step == "sent":
+            pending.step = "accepted"
+            self.world.note(facts.Accepted(self.name, link.number, pending.message, packet_id))
+        if self.world.is_wild and self.rng.random() < 0.3:
+            self._late.append(packet_id)
+        else:
+            self._release(link, packet_id, pending)
+
+    def _release(self, link: Link, packet_id: int, pending: _Pending) -> None:
+        pending.step = "released"
+        self.world.note(facts.Released(self.name, pending.message, packet_id))
+        link.send(encode(Pubrel(packet_id)))
+
+    def _send(self, link: Link, packet_id: int, pending: _Pending, *, dup: bool) -> None:
+        message = pending.message
+        flags = message.qos << 1 | message.retain | dup << 3
+        self.world.note(facts.Publishing(self.name, link.number, message, packet_id))
+        link.send(encode(Publish(flags, message.topic.encode(), packet_id, pending.payload)))
+
+    def publish(self, message: Message, payload: bytes) -> None:
+        """Send a message for the first time."""
+        assert self.link is not None
+        while self._next_id in self.pending:
+            self._next_id = self._next_id % 65_535 + 1
+        packet_id, self._next_id = self._next_id, self._next_id % 65_535 + 1
+        pending = self.pending[packet_id] = _Pending(message, payload)
+        self._send(self.link, packet_id, pending, dup=False)
+
+    def publish_some(self) -> None:
+        """Send one message, of a random kind."""
+        rng = self.rng
+        number = next(self._numbers)
+        qos = rng.choice((1, 1, 2))
+        topic, retain, empty = f"{rng.choice('tttu')}/{rng.randrange(4)}", False, False
+        kind = rng.random()
+        if kind < 0.1:
+            # a topic that nobody else retains on: so the order of what is retained is known
+            topic, retain = f"{rng.choice('tu')}/kept/{self.name}/{rng.randrange(3)}", True
+            empty = rng.random() < 0.2
+        elif kind < 0.15:
+            topic, empty = f"t/empty/{self.name}-{number}", True
+        message = Message(self.name, number, topic, qos, retain, empty)
+        size = rng.choice((0, 0, 20, 100, 500, 2000, 65_536 if rng.random() < 0.2 else 100))
+        payload = b"" if empty else message.id.encode() + b"\n" + b"\xff\x00" * (size // 2)
+        self.publish(message, payload[:65_536])
+
+    def publish_end(self) -> None:
+        """Send the marker."""
+        message = Message(self.name, next(self._numbers), END, 1)
+        self.publish(message, message.id.encode() + b"\n")
+
+    async def act(self) -> None:
+        rng = self.rng
+        for _ in range(rng.randrange(1, 12)):
+            if len(self.pending) < WINDOW:
+                self.publish_some()
+        await asyncio.sleep(rng.choice((0.0, 0.005, 0.01, 0.03)))
+        link = self.link
+        if link is None or link.gone.is_set():
+            return
+        if self._late and rng.random() < 0.5:
+            late, self._late = self._late, []
+            for packet_id in late:
+                if packet_id in self.pending:
+                    self._release(link, packet_id, self.pending[packet_id])
+        if rng.random() < 0.03:
+            await self.change_connection()
+
+    async def finish(self) -> bool:
+        """Have everything accepted that is under way. False: it is not, in time."""
+        end = asyncio.get_running_loop().time() + 3 * ANSWER_S
+        while asyncio.get_running_loop().time() < end:
+            if self.is_connected or await self.connect():
+                if not self.pending:
+                    return True
+                await asyncio.sleep(0.01)
+        return False
+
+
+class Subscriber(Client):
+    """A durable session that acknowledges late, out of order, or not before the next connection.
+
+    stable: filters it never gives up. churn: filters it takes and leaves. away: likes to be
+    disconnected. forgetful: sometimes throws its session away.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        stable: dict[str, int],
+        churn: tuple[str, ...] = (),
+        *,
+        away: float = 0.01,
+        forgetful: bool = False,
+    ) -> None:
+        super().__init__(world, name)
+        self.stable = stable
+        self.churn = churn
+        self.away = away
+        self.forgetful = forgetful
+        self.saw_end = asyncio.Event()
+        self._granted: set[str] = set()
+        self._late: list[Puback | Pubrec | Pubcomp] = []
+        self._requests: dict[int, tuple[int, tuple[str, ...]]] = {}
+        self._next_id = 1
+        self._handshakes: set[int] = set()
+
+    # ------------------------------------------------------------------------- packets
+
+    def connected(self, link: Link, *, present: bool, clean: bool) -> None:
+        self._late.clear()
+        self._requests.clear()
+        if not present:
+            self._granted.clear()
+            self._handshakes.clear()
+        missing = {f: q for f, q in self.stable.items() if f not in self._granted}
+        if missing and not clean:
+            self._subscribe(link, missing)
+
+    def arrived(self, link: Link, packet: Packet) -> None:
+        if isinstance(packet, Publish):
+            self._delivered(link, packet)
+        elif isinstance(packet, Pubrel):
+            self._handshakes.discard(packet.packet_id)
+            self.world.note(facts.Releasing(self.name, link.number, packet.packet_id))
+            self._answer(link, Pubcomp(packet.packet_id))
+        elif isinstance(packet, Suback):
+            ticket, names = self._requests.pop(packet.packet_id)
+            self.world.note(facts.Subscribed(self.name, ticket, tuple(packet.reasons)))
+            self._granted.update(names)
+        elif isinstance(packet, Unsuback):
+            ticket, _ = self._requests.pop(packet.packet_id)
+            self.world.note(facts.Unsubscribed(self.name, ticket))
+
+    def _delivered(self, link: Link, packet: Publish) -> None:
+        topic = packet.topic.decode()
+        message_id = packet.payload.partition(b"\n")[0].decode()
+        if not message_id and topic.startswith("t/empty/"):
+            message_id = topic.rpartition("/")[2]
+        self.world.note(
+            facts.Delivered(
+                self.name,
+                link.number,
+                message_id,
+                packet.packet_id,
+                packet.qos,
+                packet.dup,
+                packet.retain,
+            )
+        )
+        if topic == END:
+            self.saw_end.set()
+        if packet.qos == 1:
+            self._answer(link, Puback(packet.packet_id))
+        elif packet.qos == 2:
+            self._handshakes.add(packet.packet_id)
+            self._answer(link, Pubrec(packet.packet_id))
+
+    def _answer(self, link: Link, packet: Puback | Pubrec | Pubcomp) -> None:
+        if self.world.is_wild:
+            chance = self.rng.random()
+            if chance < 0.3:
+                self._late.append(packet)
+                return
+            if chance < 0.303:
+                link.close(politely=False)
+                return
+        self._acknowledge(link, packet)
+
+    def _acknowledge(self, link: Link, packet: Puback | Pubrec | Pubcomp) -> None:
+        kind = type(packet).__name__.lower()
+        self.world.note(facts.Acknowledged(self.name, link.number, packet.packet_id, kind))
+        link.send(encode(packet))
+
+    def _subscribe(self, link: Link, filters: dict[str, int]) -> None:
+        packet_id = self._request(link, tuple(filters))
+        ticket = self._requests[packet_id][0]
+        self.world.note(facts.Subscribing(self.name, link.number, ticket, tuple(filters.items())))
+        wanted = tuple(SubscribeFilter(f.encode(), q) for f, q in filters.items())
+        link.send(encode(Subscribe(packet_id, wanted)))
+
+    def _unsubscribe(self, link: Link, filters: tuple[str, ...]) -> None:
+        packet_id = self._request(link, filters)
+        ticket = self._requests[packet_id][0]
+        self.world.note(facts.Unsubscribing(self.name, link.number, ticket, filters))
+        link.send(encode(Unsubscribe(packet_id, tuple(f.encode() for f in filters))))
+
+    def _request(self, link: Link, filters: tuple[str, ...]) -> int:
+        del link
+        packet_id, self._next_id = self._next_id, self._next_id % 65_535 + 1
+        self._requests[packet_id] = (self.world.next_ticket(), filters)
+        return packet_id
+
+    # -------------------------------------------------------------------------- living
+
+    async def act(self) -> None:
+        rng = self.rng
+        await asyncio.sleep(rng.choice((0.002, 0.01, 0.03)))
+        link = self.link
+        if link is None or link.gone.is_set():
+            return
+        chance = rng.random()
+        if chance < 0.5:
+            self._catch_up(link)
+        elif chance < 0.65:
+            link.ping()
+        elif chance < 0.72 and self.churn:
+            self._change_subscriptions(link)
+        elif chance < 0.75:
+            await self._stall(link)
+        if rng.random() < self.away:
+            await self.change_connection()
+        elif self.forgetful and rng.random() < 0.01:
+            await self._forget()
+
+    def _catch_up(self, link: Link) -> None:
+        """Send acknowledgements that are late, some of them, in any order: not what
+        [MQTT-4.6.0-2] wants of a client, but what clients with worker threads do."""
+        late, self._late = self._late, []
+        if self.rng.random() < 0.5:
+            self.rng.shuffle(late)
+        keep = self.rng.randrange(len(late) + 1) if self.rng.random() < 0.3 else 0
+        for packet in late[keep:]:
+            self._acknowledge(link, packet)
+        self._late = late[:keep] + self._late
+
+    def _change_subscriptions(self, link: Link) -> None:
+        names = tuple(self.rng.sample(self.churn, self.rng.randrange(1, len(self.churn) + 1)))
+        chance = self.rng.random()
+        if chance < 0.4:
+            self._unsubscribe(link, names)
+        elif chance < 0.5:
+            self._subscribe(link, dict(self.stable))  # again: nothing lost, nothing replayed
+        else:
+            self._subscribe(link, {name: self.rng.randrange(3) for name in names})
+
+    async def _stall(self, link: Link) -> None:
+        link.may_read.clear()
+        try:
+            await asyncio.sleep(self.rng.choice((0.05, 0.2)))
+        finally:
+            link.may_read.set()
+
+    async def _forget(self) -> None:
+        """Throw the session away, and begin a fresh one."""
+        if self.link is not None:
+            self.link.close(politely=True)
+        if await self.connect(clean=True) and self.link is not None:
+            self.link.send(DISCONNECT)
+            self.link.close(politely=True)
+
+    async def drain(self) -> bool:
+        """Receive and acknowledge everything up to the marker. False: it did not come in time."""
+        end = asyncio.get_running_loop().time() + 6 * ANSWER_S
+        while asyncio.get_running_loop().time() < end:
+            if not (self.is_connected or await self.connect()):
+                continue
+            link = self.link
+            assert link is not None
+            self._catch_up(link)
+            if self.saw_end.is_set() and not self._handshakes:
+                return True
+            await asyncio.sleep(0.02)
+        return False

@@ -1,0 +1,598 @@
+"""The judge: a model of what a durable broker may do, run over a history. Pure.
+
+It is careful to the broker's advantage wherever MQTT leaves a choice, so that what it counts is a
+broken promise and not a matter of taste:
+
+* a message counts as accepted when PUBACK or PUBREC arrived; one that was sent and not accepted
+  may be delivered or not;
+* it is owed to a session when a SUBACK with QoS >= 1 for a matching filter arrived before it was
+  first sent, and nothing that may end that subscription was sent later;
+* a delivery may come again, with DUP and its packet id, until it is *settled*: its PUBACK was sent,
+  a PINGRESP to a later PINGREQ arrived, and then something that was asked for after that was
+  answered out of a commit. Commits are first in, first out, so the settlement was in it;
+* QoS 2 is stricter: once PUBREL arrived, its PUBLISH must never come again, settled or not;
+* a QoS 1 message that its publisher sent k times may be delivered k times, and one that is sent
+  again behind a retained QoS 2 message of its topic may take that one's place: the broker knows
+  the QoS 2 message again, but not the QoS 1 message.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from tests.crash import facts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from tests.crash.facts import Fact, Message
+
+__all__ = ["PROMISES", "Verdict", "judge", "matches"]
+
+PROMISES: Final = {
+    "lost": "P1 acknowledged to the publisher, owed to a session, never delivered",
+    "twice": "P5 QoS 2 delivered twice, or its handshake broken",
+    "again": "P4 delivered again after its acknowledgement was settled, or more often than sent",
+    "order": "P6 first deliveries of a topic out of order",
+    "redelivery": "P6 what was unsettled did not come first, in order, with DUP and its packet id",
+    "reused": "P6 a packet id was given to another message while it was in use",
+    "forgotten": "P8 a SUBACKed subscription is gone",
+    "haunting": "P8 an UNSUBACKed subscription delivers new messages, or is still stored",
+    "session": "session present is wrong, or a session is gone",
+    "inbound": "P5 an inbound QoS 2 id is not stored after PUBREC, or still is after PUBCOMP",
+    "retained": "a retained message is lost, or another one is there",
+    "qos": "P10 delivered with a QoS that was not granted or not published",
+    "owner": "P7 a connection lives on after another took its client id",
+    "check": "the store's own check found something, or its identity changed",
+    "down": "the broker does not come back, or does not answer",
+}
+EXAMPLES_MAX: Final = 20
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What was counted. violations: promise -> how many. examples: some of them, in words."""
+
+    violations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PROMISES, 0))
+    examples: list[str] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+    def add(self, promise: str, what: str) -> None:
+        """Count one."""
+        self.violations[promise] += 1
+        if self.violations[promise] <= EXAMPLES_MAX:
+            self.examples.append(f"{promise}: {what}")
+
+    @property
+    def total(self) -> int:
+        """All violations."""
+        return sum(self.violations.values())
+
+
+class _Change(NamedTuple):
+    """One SUBSCRIBE or UNSUBSCRIBE of one filter. qos: -1 = unsubscribe."""
+
+    sent: int
+    qos: int
+
+
+@dataclass(slots=True)
+class _Filter:
+    """What a session asked for one filter, in order. acked: index in changes -> when answered."""
+
+    changes: list[_Change] = field(default_factory=list)
+    acked: dict[int, int] = field(default_factory=dict)
+
+    def sure_since(self, doubt: int) -> int | None:
+        """Since when it is certainly in force with QoS >= 1, without a break, up to now.
+
+        doubt: what was asked before it may be gone.
+        """
+        since: int | None = None
+        for i, change in enumerate(self.changes):
+            if change.qos < 1:
+                since = None
+            elif since is None and change.sent > doubt:
+                since = self.acked.get(i)
+        return since
+
+    def possible(self, begin: int, end: int) -> int:
+        """The highest QoS it may have had at some time between two, -1 = none."""
+        best = -1
+        for i, change in enumerate(self.changes):
+            if change.qos < 0 or change.sent > end:
+                continue
+            until = self._over(i)
+            if until is None or until >= begin:
+                best = max(best, change.qos)
+        return best
+
+    def _over(self, i: int) -> int | None:
+        """When a subscription had certainly been replaced or removed; None = never."""
+        later = [self.acked[j] for j in range(i + 1, len(self.changes)) if j in self.acked]
+        return min(later, default=None)
+
+    def known(self, doubt: int) -> int | None:
+        """The QoS that is certainly stored, -1 = certainly nothing, None = cannot be told."""
+        if len(self.changes) - 1 in self.acked and self.changes[-1].sent > doubt:
+            return self.changes[-1].qos
+        return None
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """One delivery as the subscribing application counts it.
+
+    turn: its place in the order of first arrivals. link: where it arrived last.
+    step: "arrived", "acked" (PUBACK), "received" (PUBREC), "released" (PUBREL), "done" (PUBCOMP).
+    """
+
+    message_id: str
+    packet_id: int
+    qos: int
+    turn: int
+    link: int
+    retained: bool
+    step: str = "arrived"
+    acked_at: int = 0
+    settled: bool = False
+
+
+@dataclass(slots=True)
+class _Session:
+    """One client id. exists: True, False, or None = it cannot be told.
+
+    unanswered: CONNECTs since it did not exist that had no answer; one may have made it.
+    doubt: when a clean CONNECT was sent that had no answer; it may have deleted what was there.
+    """
+
+    exists: bool | None = False
+    unanswered: int = 0
+    doubt: int = 0
+    link: int = 0
+    filters: dict[str, _Filter] = field(default_factory=dict)
+    tickets: dict[int, list[tuple[_Filter, int]]] = field(default_factory=dict)
+    open: dict[int, _Delivery] = field(default_factory=dict)
+    closed: dict[tuple[str, int], _Delivery] = field(default_factory=dict)
+    times: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    live: set[str] = field(default_factory=set)
+    newest: dict[tuple[str, str], int] = field(default_factory=dict)
+    turns: int = 0
+    due: dict[int, _Delivery] = field(default_factory=dict)
+    due_told: bool = False
+    last_turn: int = -1
+    inbound: dict[int, str] = field(default_factory=dict)
+    is_drained: bool = False
+
+    def renew(self) -> None:
+        """Begin a fresh session under this client id."""
+        link = self.link
+        self.__init__()  # type: ignore[misc]
+        self.link = link
+
+
+@dataclass(slots=True)
+class _Sent:
+    """One message. first, last: when it was sent. times: how often. accepted: when, 0 = not."""
+
+    message: Message
+    first: int
+    last: int = 0
+    times: int = 0
+    accepted: int = 0
+
+
+def matches(topic_filter: str, topic: str) -> bool:
+    """Whether a topic matches; the judge's own, for topics without a leading $."""
+    wanted, levels = topic_filter.split("/"), topic.split("/")
+    for i, level in enumerate(wanted):
+        if level == "#":
+            return True
+        if i >= len(levels) or level not in ("+", levels[i]):
+            return False
+    return len(wanted) == len(levels)
+
+
+class _Judge:
+    def __init__(self, anchor: str) -> None:
+        self.verdict = Verdict()
+        self.now = 0
+        self.sessions: dict[str, _Session] = defaultdict(_Session)
+        self.sent: dict[str, _Sent] = {}
+        self.retained: dict[str, list[_Sent]] = defaultdict(list)
+        self.connecting: dict[int, int] = {}
+        self.acked: dict[int, list[_Delivery]] = defaultdict(list)
+        self.processed: deque[tuple[int, _Delivery]] = deque()
+        self.anchor = anchor
+        self.rules: dict[type, Callable[[Any], None]] = {
+            facts.Connecting: self._connecting,
+            facts.Connected: self._connected,
+            facts.Publishing: self._publishing,
+            facts.Accepted: self._accepted,
+            facts.Released: self._released,
+            facts.Completed: self._completed,
+            facts.Subscribing: self._subscribing,
+            facts.Subscribed: self._subscribed,
+            facts.Unsubscribing: self._unsubscribing,
+            facts.Unsubscribed: self._unsubscribed,
+            facts.Delivered: self._delivered,
+            facts.Acknowledged: self._acknowledged,
+            facts.Releasing: self._releasing,
+            facts.Pinging: lambda _: None,
+            facts.Ponged: self._ponged,
+            facts.Died: self._died,
+            facts.Stored: self._stored,
+            facts.Retained: self._retained,
+            facts.Found: self._found,
+            facts.Drained: self._drained,
+            facts.Failed: self._failed,
+        }
+
+    def feed(self, index: int, fact: Fact) -> None:
+        self.now = index
+        self.rules[type(fact)](fact)
+
+    # -------------------------------------------------------------------------- sessions
+
+    def _connecting(self, fact: facts.Connecting) -> None:
+        session = self.sessions[fact.client]
+        self.connecting[fact.link] = self.now
+        if fact.clean:
+            session.exists = None if session.exists is not False else False
+            session.doubt = self.now  # nothing is owed any more, whether it arrives or not
+        session.unanswered += 1
+
+    def _connected(self, fact: facts.Connected) -> None:
+        session = self.sessions[fact.client]
+        if fact.clean and fact.present:
+            self.verdict.add("session", f"{fact.client}: present after a clean CONNECT")
+        elif session.exists is True and not fact.clean and not fact.present:
+            self.verdict.add("session", f"{fact.client}: not present at {self.now}, but it was")
+        elif session.exists is False and fact.present and session.unanswered == 1:
+            self.verdict.add("session", f"{fact.client}: present at {self.now}, but never was")
+        if fact.clean or not fact.present:
+            session.renew()
+        session.unanswered = 0
+        session.exists = not fact.clean
+        session.link = fact.link
+        session.due = {
+            d.packet_id: d for d in session.open.values() if d.step == "arrived" and not d.retained
+        }
+        session.due_told = False
+        session.last_turn = -1
+        if not fact.clean:
+            self._committed(self.connecting[fact.link])
+
+    # ------------------------------------------------------------------------ publishers
+
+    def _publishing(self, fact: facts.Publishing) -> None:
+        message = fact.message
+        sent = self.sent.get(message.id)
+        if sent is None:
+            sent = self.sent[message.id] = _Sent(message, self.now)
+            self.verdict.counts["published"] += 1
+            if message.retain and message.qos:
+                self.retained[message.topic].append(sent)
+        sent.times += 1
+        sent.last = self.now
+        if message.qos == 2:
+            self.sessions[fact.client].inbound[fact.packet_id] = "unknown"
+
+    def _accepted(self, fact: facts.Accepted) -> None:
+        sent = self.sent[fact.message.id]
+        sent.accepted = sent.accepted or self.now
+        self.verdict.counts["accepted"] += 1
+        if fact.message.topic.startswith(self.anchor):
+            self._committed(sent.first)
+        if fact.message.qos == 2:
+            self.sessions[fact.client].inbound[fact.packet_id] = "stored"
+
+    def _released(self, fact: facts.Released) -> None:
+        self.sessions[fact.client].inbound[fact.packet_id] = "unknown"
+
+    def _completed(self, fact: facts.Completed) -> None:
+        self.sessions[fact.client].inbound[fact.packet_id] = "gone"
+
+    # --------------------------------------------------------------------- subscriptions
+
+    def _subscribing(self, fact: facts.Subscribing) -> None:
+        self._change(fact.client, fact.ticket, fact.filters)
+
+    def _unsubscribing(self, fact: facts.Unsubscribing) -> None:
+        self._change(fact.client, fact.ticket, [(name, -1) for name in fact.filters])
+
+    def _change(self, client: str, ticket: int, filters: Iterable[tuple[str, int]]) -> None:
+        session = self.sessions[client]
+        places = session.tickets[ticket] = []
+        for name, qos in filters:
+            place = session.filters.setdefault(name, _Filter())
+            places.append((place, len(place.changes)))
+            place.changes.append(_Change(self.now, qos))
+
+    def _subscribed(self, fact: facts.Subscribed) -> None:
+        places = self.sessions[fact.client].tickets.pop(fact.ticket, [])
+        for (place, i), code in zip(places, fact.codes, strict=True):
+            if code != place.changes[i].qos:
+                self.verdict.add("qos", f"{fact.client}: SUBACK {code} at {self.now}")
+            place.acked[i] = self.now
+            self._committed(place.changes[i].sent)
+
+    def _unsubscribed(self, fact: facts.Unsubscribed) -> None:
+        for place, i in self.sessions[fact.client].tickets.pop(fact.ticket, []):
+            place.acked[i] = self.now
+            self._committed(place.changes[i].sent)
+
+    # ------------------------------------------------------------------------ deliveries
+
+    def _delivered(self, fact: facts.Delivered) -> None:
+        session = self.sessions[fact.client]
+        if fact.link != session.link:
+            self.verdict.add("owner", f"{fact.client}: a delivery on the old connection")
+            return
+        self.verdict.counts["delivered"] += 1
+        if fact.qos == 0:
+            session.live.add(fact.message_id)
+            if not fact.retain:
+                self._check_subscribed(session, fact)
+            return
+        before = session.open.get(fact.packet_id)
+        if before is not None and before.message_id == fact.message_id:
+            self._redelivered(session, before, fact)
+            return
+        if before is not None:
+            self.verdict.add(
+                "reused",
+                f"{fact.client}: id {fact.packet_id} of {before.message_id} ({before.step})"
+                f" for {fact.message_id} at {self.now}",
+            )
+        closed = session.closed.get((fact.message_id, fact.packet_id))
+        if fact.dup and closed is not None:
+            self._came_again(session, closed, fact)
+            return
+        self._new(session, fact)
+
+    def _redelivered(self, session: _Session, before: _Delivery, fact: facts.Delivered) -> None:
+        what = f"{fact.client}: {fact.message_id} id {fact.packet_id} at {self.now}"
+        self.verdict.counts["redelivered"] += 1
+        if before.link == fact.link:
+            self.verdict.add("redelivery", f"{what}: sent twice on one connection")
+        elif not fact.dup:
+            self.verdict.add("redelivery", f"{what}: without DUP")
+        if before.step == "released":
+            self.verdict.add("twice", f"{what}: PUBLISH after PUBREL")
+        before.link = fact.link
+        self._in_turn(session, before, what)
+
+    def _came_again(self, session: _Session, closed: _Delivery, fact: facts.Delivered) -> None:
+        """A delivery that the client had acknowledged."""
+        what = f"{fact.client}: {fact.message_id} id {fact.packet_id} at {self.now}"
+        if closed.qos == 2:
+            self.verdict.add("twice", f"{what}: after PUBCOMP")
+        elif closed.settled:
+            self.verdict.add("again", f"{what}: acknowledged at {closed.acked_at} and settled")
+        self.verdict.counts["redelivered"] += 1
+        closed.step, closed.link = "arrived", fact.link
+        session.open[fact.packet_id] = closed
+        self._in_turn(session, closed, what)
+
+    def _in_turn(self, session: _Session, delivery: _Delivery, what: str) -> None:
+        session.due.pop(delivery.packet_id, None)
+        if delivery.retained:
+            return
+        if delivery.turn < session.last_turn:
+            self.verdict.add("redelivery", f"{what}: not in its first order")
+        session.last_turn = max(session.last_turn, delivery.turn)
+
+    def _new(self, session: _Session, fact: facts.Delivered) -> None:
+        what = f"{fact.client}: {fact.message_id} id {fact.packet_id} at {self.now}"
+        session.turns += 1
+        session.open[fact.packet_id] = _Delivery(
+            fact.message_id, fact.packet_id, fact.qos, session.turns, fact.link, fact.retain
+        )
+        if fact.retain or not fact.message_id:
+            return
+        if session.due and not fact.dup and not session.due_told:
+            session.due_told = True
+            ids = [d.message_id for d in session.due.values()]
+            self.verdict.add("redelivery", f"{what}: new before {ids[:3]} ({len(ids)}) came again")
+        sent = self.sent.get(fact.message_id)
+        if sent is None:
+            self.verdict.add("again", f"{what}: nobody sent it")
+            return
+        self._check_subscribed(session, fact)
+        times = session.times[fact.message_id] = session.times[fact.message_id] + 1
+        message = sent.message
+        if times > (1 if message.qos == 2 else sent.times):
+            promise = "twice" if message.qos == 2 else "again"
+            self.verdict.add(promise, f"{what}: {times} times, sent {sent.times} times")
+        if times == 1:
+            key = (message.publisher, message.topic)
+            if session.newest.get(key, -1) > message.number:
+                self.verdict.add("order", f"{what}: after number {session.newest[key]}")
+            else:
+                session.newest[key] = message.number
+
+    def _check_subscribed(self, session: _Session, fact: facts.Delivered) -> None:
+        sent = self.sent.get(fact.message_id)
+        if sent is None:
+            return
+        best = max(
+            (
+                place.possible(sent.first, self.now)
+                for name, place in session.filters.items()
+                if matches(name, sent.message.topic)
+            ),
+            default=-1,
+        )
+        what = f"{fact.client}: {fact.message_id} at {self.now}"
+        if best < 0:
+            self.verdict.add("haunting", f"{what}: delivered without a subscription")
+        elif fact.qos > min(best, sent.message.qos):
+            self.verdict.add("qos", f"{what}: QoS {fact.qos}, granted {best}")
+
+    def _acknowledged(self, fact: facts.Acknowledged) -> None:
+        session = self.sessions[fact.client]
+        delivery = session.open.get(fact.packet_id)
+        if delivery is None:
+            return  # a handshake that an earlier connection had finished
+        if fact.kind == "pubrec":
+            if delivery.step == "arrived":
+                delivery.step = "received"
+            return
+        delivery.step = "acked" if fact.kind == "puback" else "done"
+        delivery.acked_at = self.now
+        del session.open[fact.packet_id]
+        session.due.pop(fact.packet_id, None)
+        session.closed[delivery.message_id, fact.packet_id] = delivery
+        self.acked[fact.link].append(delivery)
+
+    def _releasing(self, fact: facts.Releasing) -> None:
+        delivery = self.sessions[fact.client].open.get(fact.packet_id)
+        if delivery is None:
+            return
+        if delivery.step == "arrived" or delivery.qos != 2:
+            self.verdict.add(
+                "twice", f"{fact.client}: PUBREL for {delivery.message_id} before its PUBREC"
+            )
+        delivery.step = "released"
+
+    # ------------------------------------------------------------------------ settlement
+
+    def _ponged(self, fact: facts.Ponged) -> None:
+        """What was acknowledged before the PINGREQ has been read by the broker."""
+        kept: list[_Delivery] = []
+        for delivery in self.acked[fact.link]:
+            if delivery.acked_at < fact.asked:
+                self.processed.append((self.now, delivery))
+            else:
+                kept.append(delivery)
+        self.acked[fact.link] = kept
+
+    def _committed(self, asked: int) -> None:
+        """A commit answered what was asked at ``asked``: what was read before is in it."""
+        processed = self.processed
+        while processed and processed[0][0] < asked:
+            delivery = processed.popleft()[1]
+            if delivery.step == "acked":
+                delivery.settled = True
+                self.verdict.counts["settled for certain"] += 1
+
+    # ------------------------------------------------------------- the broker and its store
+
+    def _died(self, fact: facts.Died) -> None:
+        self.verdict.counts["deaths"] += 1
+        self.verdict.counts[f"died at {fact.how}"] += 1
+        self.acked.clear()
+        self.processed.clear()
+
+    def _found(self, fact: facts.Found) -> None:
+        for problem in fact.problems:
+            self.verdict.add("check", f"at {self.now}: {problem}")
+        if fact.minted:
+            self.verdict.add("check", f"at {self.now}: generation minted: {fact.minted}")
+
+    def _stored(self, fact: facts.Stored) -> None:
+        session = self.sessions[fact.client]
+        if fact.subscriptions is None:
+            if session.exists is True:
+                self.verdict.add("session", f"{fact.client}: no record at {self.now}")
+            return
+        if session.exists is not True:
+            return
+        for name, place in session.filters.items():
+            known = place.known(session.doubt)
+            stored = fact.subscriptions.get(name, -1)
+            if known is None or known == stored:
+                continue
+            what = f"{fact.client}: {name} has QoS {stored} in the store, should be {known}"
+            self.verdict.add("haunting" if known < 0 else "forgotten", f"{what} at {self.now}")
+        for packet_id, state in session.inbound.items():
+            if state == ("stored" if packet_id not in fact.inbound else "gone"):
+                self.verdict.add("inbound", f"{fact.client}: id {packet_id} is to be {state}")
+
+    def _retained(self, fact: facts.Retained) -> None:
+        for topic, history in self.retained.items():
+            last = max((i for i, s in enumerate(history) if s.accepted), default=None)
+            allowed = {_shown(s.message) for s in history[last or 0 :]}
+            if last is None:
+                allowed.add("")
+            elif history[last].message.qos == 2:
+                allowed |= {
+                    _shown(s.message)
+                    for s in history[:last]
+                    if s.message.qos == 1 and s.last > history[last].first
+                }
+            there = fact.messages.get(topic, "")
+            if there not in allowed:
+                self.verdict.add(
+                    "retained",
+                    f"{topic}: {there or 'nothing'} in the {fact.by} at {self.now}, "
+                    f"allowed {sorted(allowed)[:4]}",
+                )
+
+    # --------------------------------------------------------------------------- the end
+
+    def _drained(self, fact: facts.Drained) -> None:
+        self.sessions[fact.client].is_drained = True
+
+    def _failed(self, fact: facts.Failed) -> None:
+        self.verdict.add(fact.promise, f"at {self.now}: {fact.what}")
+
+    def finish(self) -> Verdict:
+        accepted = [s for s in self.sent.values() if s.accepted and s.message.qos]
+        for client, session in self.sessions.items():
+            if not session.is_drained:
+                continue
+            for delivery in session.open.values():
+                if delivery.qos == 2:
+                    what = f"{client}: {delivery.message_id} ends {delivery.step}"
+                    self.verdict.add("twice", what)
+            sure = {
+                name: since
+                for name, place in session.filters.items()
+                if (since := place.sure_since(session.doubt)) is not None
+            }
+            self._count_lost(client, session, sure, accepted)
+        return self.verdict
+
+    def _count_lost(
+        self, client: str, session: _Session, sure: dict[str, int], accepted: list[_Sent]
+    ) -> None:
+        wanted: dict[str, int | None] = {}
+        for sent in accepted:
+            message = sent.message
+            if message.empty and message.retain:
+                continue  # a clear has no identity
+            if message.topic not in wanted:
+                wanted[message.topic] = min(
+                    (since for name, since in sure.items() if matches(name, message.topic)),
+                    default=None,
+                )
+            since = wanted[message.topic]
+            if since is None or since > sent.first:
+                continue
+            self.verdict.counts["owed"] += 1
+            if message.id not in session.times:
+                self.verdict.add(
+                    "lost",
+                    f"{client}: {message.id} on {message.topic}, sent at {sent.first}, "
+                    f"accepted at {sent.accepted}",
+                )
+
+
+def _shown(message: Message) -> str:
+    return "" if message.empty else message.id
+
+
+def judge(history: Iterable[Fact], *, anchor: str = "t/") -> Verdict:
+    """Judge a history.
+
+    anchor: topics that begin with it are always matched by some durable session, so that an
+    acknowledgement of a message there proves a commit.
+    """
+    judge_ = _Judge(anchor)
+    for index, fact in enumerate(history):
+        judge_.feed(index + 1, fact)
+    return judge_.finish()

@@ -1,0 +1,44 @@
+"""Clients that misbehave within the rules, a broker that is killed at every step: nothing broken.
+
+Short: 7 deaths for each store. ``--long``: 200. AMQTT_DURABLE_CRASH_SEED repeats a run's decisions;
+``python -m tests.crash --seed N --store S --kills K`` does too, and tells of each death.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.crash.campaign import Kind, run
+from tests.crash.points import POINTS, arm
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KILLS = 7
+KILLS_LONG = 200
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("store", ["lmdb", "sqlite"])
+async def test_no_promise_is_broken_however_often_the_broker_is_killed(
+    store: Kind, tmp_path: Path, *, long: bool
+) -> None:
+    seed = int(os.environ.get("AMQTT_DURABLE_CRASH_SEED") or random.SystemRandom().randrange(2**32))
+    kills = KILLS_LONG if long else KILLS
+    replay = f"python -m tests.crash --store {store} --seed {seed} --kills {kills}"
+    print(replay)  # noqa: T201 - pytest shows it when the test fails
+    verdict = await run(tmp_path, store, seed, kills)
+    told = "\n".join([replay, str(dict(verdict.counts)), *verdict.examples])
+    assert verdict.total == 0, told
+    assert verdict.counts["deaths"] == kills, told
+    assert verdict.counts["owed"] > 10 * kills, f"too little happened to judge by: {told}"
+
+
+def test_a_crash_point_that_is_not_known_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        arm("commit.sometimes", 1)
+    assert all(point.most > 0 for point in POINTS.values())

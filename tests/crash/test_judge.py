@@ -1,0 +1,510 @@
+"""The judge is judged: histories in which one thing is wrong, and each is counted once."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.crash import facts
+from tests.crash.facts import Message
+from tests.crash.judge import PROMISES, judge, matches
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.crash.facts import Fact
+
+
+class Story:
+    """Writes a history: one publisher ``pub``, one subscriber ``sub``; everything goes well."""
+
+    def __init__(self) -> None:
+        self.history: list[Fact] = []
+        self.link = 0
+        self.links: dict[str, int] = {}
+        self.numbers = 0
+        self.tickets = 0
+
+    def note(self, fact: Fact) -> int:
+        self.history.append(fact)
+        return len(self.history)
+
+    def connect(
+        self, client: str, *, present: bool = True, clean: bool = False, answered: bool = True
+    ) -> None:
+        self.link += 1
+        self.note(facts.Connecting(client, self.link, clean))
+        if answered:
+            self.links[client] = self.link
+            self.note(facts.Connected(client, self.link, clean, present))
+
+    def subscribe(self, *filters: tuple[str, int], answered: bool = True) -> None:
+        self.tickets += 1
+        self.note(facts.Subscribing("sub", self.links["sub"], self.tickets, filters))
+        if answered:
+            self.note(facts.Subscribed("sub", self.tickets, tuple(qos for _, qos in filters)))
+
+    def unsubscribe(self, *filters: str, answered: bool = True) -> None:
+        self.tickets += 1
+        self.note(facts.Unsubscribing("sub", self.links["sub"], self.tickets, filters))
+        if answered:
+            self.note(facts.Unsubscribed("sub", self.tickets))
+
+    def message(self, topic: str = "t/1", qos: int = 1, **more: Any) -> Message:
+        self.numbers += 1
+        return Message("pub", self.numbers, topic, qos, **more)
+
+    def send(self, message: Message, *, accepted: bool = True) -> None:
+        link, number = self.links["pub"], message.number
+        self.note(facts.Publishing("pub", link, message, number))
+        if accepted:
+            self.note(facts.Accepted("pub", link, message, number))
+
+    def complete(self, message: Message) -> None:
+        self.note(facts.Released("pub", message, message.number))
+        self.note(facts.Completed("pub", self.links["pub"], message, message.number))
+
+    def arrive(
+        self,
+        message: Message,
+        packet_id: int = 0,
+        *,
+        qos: int | None = None,
+        dup: bool = False,
+        retain: bool = False,
+    ) -> None:
+        qos = message.qos if qos is None else qos
+        packet_id = packet_id or message.number
+        self.note(
+            facts.Delivered("sub", self.links["sub"], message.id, packet_id, qos, dup, retain)
+        )
+
+    def answer(self, message: Message, kind: str = "puback", packet_id: int = 0) -> None:
+        link, packet_id = self.links["sub"], packet_id or message.number
+        self.note(facts.Acknowledged("sub", link, packet_id, kind))
+
+    def release(self, message: Message) -> None:
+        self.note(facts.Releasing("sub", self.links["sub"], message.number))
+
+    def deliver(self, message: Message) -> None:
+        """Deliver and acknowledge."""
+        self.arrive(message)
+        if message.qos == 1:
+            self.answer(message)
+        else:
+            self.answer(message, "pubrec")
+            self.release(message)
+            self.answer(message, "pubcomp")
+
+    def settle(self) -> None:
+        """Prove that everything acknowledged so far is settled."""
+        asked = self.note(facts.Pinging("sub", self.links["sub"]))
+        self.note(facts.Ponged("sub", self.links["sub"], asked))
+        message = self.message("t/elsewhere")
+        self.send(message)
+        self.deliver(message)
+
+    def die(self) -> None:
+        self.note(facts.Died("random"))
+
+    def begin(self) -> None:
+        self.connect("pub", present=False)
+        self.connect("sub", present=False)
+        self.subscribe(("t/#", 2))
+
+    def end(self) -> None:
+        self.note(facts.Drained("sub"))
+
+
+def counted(story: Story) -> dict[str, int]:
+    return {name: count for name, count in judge(story.history).violations.items() if count}
+
+
+# ------------------------------------------------------------------------------- what is legal
+
+
+def test_a_history_in_which_all_goes_well_counts_nothing() -> None:
+    story = Story()
+    story.begin()
+    for qos in (1, 2, 1, 2):
+        message = story.message(qos=qos)
+        story.send(message)
+        story.deliver(message)
+        if qos == 2:
+            story.complete(message)
+    story.settle()
+    story.die()
+    story.note(facts.Found((), ""))
+    story.note(facts.Stored("sub", {"t/#": 2}, frozenset()))
+    story.note(facts.Stored("pub", {}, frozenset()))
+    story.connect("pub")
+    story.connect("sub")
+    story.end()
+    verdict = judge(story.history)
+    assert verdict.violations == dict.fromkeys(PROMISES, 0)
+    assert verdict.counts["owed"] == 5
+    assert verdict.counts["settled for certain"] == 2
+
+
+def _not_accepted(story: Story) -> None:
+    story.send(story.message(), accepted=False)
+
+
+def _before_the_suback(story: Story) -> None:
+    story.tickets += 1
+    story.note(facts.Subscribing("sub", story.links["sub"], story.tickets, (("u/#", 1),)))
+    story.send(story.message("u/1"))
+    story.note(facts.Subscribed("sub", story.tickets, (1,)))
+
+
+def _behind_an_unsubscribe(story: Story) -> None:
+    story.send(story.message())
+    story.unsubscribe("t/#", answered=False)
+
+
+def _unsettled_and_redelivered(story: Story) -> None:
+    message = story.message()
+    story.send(message)
+    story.deliver(message)
+    story.die()
+    story.connect("pub")
+    story.connect("sub")
+    story.arrive(message, dup=True)
+    story.answer(message)
+
+
+def _sent_twice_and_delivered_twice(story: Story) -> None:
+    message = story.message()
+    story.send(message, accepted=False)
+    story.connect("pub")
+    story.send(message)
+    for packet_id in (1, 2):
+        story.arrive(message, packet_id)
+        story.answer(message, packet_id=packet_id)
+
+
+def _pubrec_lost_and_publish_again(story: Story) -> None:
+    message = story.message(qos=2)
+    story.send(message)
+    story.arrive(message)
+    story.answer(message, "pubrec")
+    story.die()
+    story.connect("pub")
+    story.connect("sub")
+    story.arrive(message, dup=True)
+    story.answer(message, "pubrec")
+    story.release(message)
+    story.answer(message, "pubcomp")
+    story.die()
+    story.connect("sub")
+    story.release(message)
+    story.answer(message, "pubcomp")
+
+
+def _retained_qos_1_again_behind_qos_2(story: Story) -> None:
+    first = story.message("t/kept", 1, retain=True)
+    second = story.message("t/kept", 2, retain=True)
+    story.send(first, accepted=False)
+    story.send(second, accepted=False)
+    story.connect("pub")
+    story.send(first)
+    story.send(second)
+    for message in (first, second):
+        story.deliver(message)
+    story.note(facts.Retained("store", {"t/kept": first.id}))
+
+
+def _a_clean_connect_without_an_answer(story: Story) -> None:
+    story.send(story.message())
+    story.connect("sub", clean=True, answered=False)
+    story.die()
+    story.note(facts.Stored("sub", None, frozenset()))
+    story.connect("pub")
+    story.connect("sub", present=False)
+    story.subscribe(("t/#", 2))
+
+
+@pytest.mark.parametrize(
+    "happens",
+    [
+        _not_accepted,
+        _before_the_suback,
+        _behind_an_unsubscribe,
+        _unsettled_and_redelivered,
+        _sent_twice_and_delivered_twice,
+        _pubrec_lost_and_publish_again,
+        _retained_qos_1_again_behind_qos_2,
+        _a_clean_connect_without_an_answer,
+    ],
+)
+def test_what_mqtt_allows_is_not_counted(happens: Callable[[Story], None]) -> None:
+    story = Story()
+    story.begin()
+    happens(story)
+    story.end()
+    assert counted(story) == {}
+
+
+# ---------------------------------------------------------------------------- what is not
+
+
+def _lost(story: Story) -> None:
+    story.send(story.message())
+
+
+def _qos_2_in_two_deliveries(story: Story) -> None:
+    message = story.message(qos=2)
+    story.send(message)
+    story.deliver(message)
+    story.arrive(message, 99)
+    story.answer(message, "pubrec", 99)
+    story.note(facts.Releasing("sub", story.links["sub"], 99))
+    story.answer(message, "pubcomp", 99)
+
+
+def _publish_after_pubrel(story: Story) -> None:
+    message = story.message(qos=2)
+    story.send(message)
+    story.arrive(message)
+    story.answer(message, "pubrec")
+    story.release(message)
+    story.die()
+    story.connect("sub")
+    story.arrive(message, dup=True)
+    story.release(message)
+    story.answer(message, "pubcomp")
+
+
+def _a_handshake_without_an_end(story: Story) -> None:
+    message = story.message(qos=2)
+    story.send(message)
+    story.arrive(message)
+    story.answer(message, "pubrec")
+
+
+def _the_publishers_repetition_delivered(story: Story) -> None:
+    message = story.message(qos=2)
+    story.send(message, accepted=False)
+    story.die()
+    story.connect("pub")
+    story.connect("sub")
+    story.send(message)
+    for packet_id in (1, 2):
+        story.arrive(message, packet_id, qos=1)
+        story.answer(message, packet_id=packet_id)
+
+
+def _again_after_it_was_settled(story: Story) -> None:
+    message = story.message()
+    story.send(message)
+    story.deliver(message)
+    story.settle()
+    story.die()
+    story.connect("sub")
+    story.arrive(message, dup=True)
+    story.answer(message)
+
+
+def _more_often_than_sent(story: Story) -> None:
+    message = story.message()
+    story.send(message)
+    for packet_id in (1, 2):
+        story.arrive(message, packet_id)
+        story.answer(message, packet_id=packet_id)
+
+
+def _out_of_order(story: Story) -> None:
+    messages = [story.message(), story.message()]
+    for message in messages:
+        story.send(message)
+    for message in reversed(messages):
+        story.deliver(message)
+
+
+def _new_before_unsettled(story: Story) -> None:
+    first, second = story.message(), story.message()
+    story.send(first)
+    story.arrive(first)
+    story.send(second)
+    story.connect("sub")
+    story.deliver(second)
+    story.arrive(first, dup=True)
+    story.answer(first)
+
+
+def _again_without_dup(story: Story) -> None:
+    message = story.message()
+    story.send(message)
+    story.arrive(message)
+    story.connect("sub")
+    story.deliver(message)
+
+
+def _unsettled_in_another_order(story: Story) -> None:
+    messages = [story.message(), story.message()]
+    for message in messages:
+        story.send(message)
+        story.arrive(message)
+    story.connect("sub")
+    for message in reversed(messages):
+        story.arrive(message, dup=True)
+        story.answer(message)
+
+
+def _packet_id_in_use(story: Story) -> None:
+    messages = [story.message(), story.message()]
+    for message in messages:
+        story.send(message)
+        story.arrive(message, 7)
+    story.answer(messages[1], packet_id=7)
+
+
+def _subscription_forgotten(story: Story) -> None:
+    story.note(facts.Stored("sub", {}, frozenset()))
+
+
+def _subscription_haunts(story: Story) -> None:
+    story.unsubscribe("t/#")
+    message = story.message()
+    story.send(message)
+    story.deliver(message)
+
+
+def _subscription_still_stored(story: Story) -> None:
+    story.unsubscribe("t/#")
+    story.note(facts.Stored("sub", {"t/#": 2}, frozenset()))
+
+
+def _session_not_present(story: Story) -> None:
+    story.connect("sub", present=False)
+
+
+def _session_out_of_nowhere(story: Story) -> None:
+    story.connect("sub", present=False, clean=True)
+    story.connect("sub", present=True)
+
+
+def _record_gone(story: Story) -> None:
+    story.note(facts.Stored("sub", None, frozenset()))
+
+
+def _inbound_id_forgotten(story: Story) -> None:
+    message = story.message("x", qos=2)
+    story.send(message)
+    story.note(facts.Stored("pub", {}, frozenset()))
+
+
+def _inbound_id_kept(story: Story) -> None:
+    message = story.message("x", qos=2)
+    story.send(message)
+    story.complete(message)
+    story.note(facts.Stored("pub", {}, frozenset({message.number})))
+
+
+def _retained_lost(story: Story) -> None:
+    story.send(story.message("x", retain=True))
+    story.note(facts.Retained("store", {}))
+
+
+def _retained_from_before(story: Story) -> None:
+    old = story.message("x", retain=True)
+    story.send(old)
+    story.send(story.message("x", retain=True))
+    story.note(facts.Retained("client", {"x": old.id}))
+
+
+def _cleared_but_retained(story: Story) -> None:
+    old = story.message("x", retain=True)
+    story.send(old)
+    story.send(story.message("x", retain=True, empty=True))
+    story.note(facts.Retained("client", {"x": old.id}))
+
+
+def _higher_qos_than_published(story: Story) -> None:
+    message = story.message(qos=1)
+    story.send(message)
+    story.arrive(message, qos=2)
+    story.answer(message, "pubrec")
+    story.release(message)
+    story.answer(message, "pubcomp")
+
+
+def _old_connection_served(story: Story) -> None:
+    old = story.links["sub"]
+    story.connect("sub")
+    message = story.message()
+    story.send(message)
+    story.deliver(message)
+    story.note(facts.Delivered("sub", old, message.id, 9, 1, dup=False, retain=False))
+
+
+def _check_found_something(story: Story) -> None:
+    story.note(facts.Found(("a row without its index",), ""))
+
+
+def _generation_minted(story: Story) -> None:
+    story.note(facts.Found((), "restored from a backup"))
+
+
+def _broker_down(story: Story) -> None:
+    story.note(facts.Failed("down", "no last start"))
+
+
+@pytest.mark.parametrize(
+    ("promise", "happens"),
+    [
+        ("lost", _lost),
+        ("twice", _qos_2_in_two_deliveries),
+        ("twice", _publish_after_pubrel),
+        ("twice", _a_handshake_without_an_end),
+        ("twice", _the_publishers_repetition_delivered),
+        ("again", _again_after_it_was_settled),
+        ("again", _more_often_than_sent),
+        ("order", _out_of_order),
+        ("redelivery", _new_before_unsettled),
+        ("redelivery", _again_without_dup),
+        ("redelivery", _unsettled_in_another_order),
+        ("reused", _packet_id_in_use),
+        ("forgotten", _subscription_forgotten),
+        ("haunting", _subscription_haunts),
+        ("haunting", _subscription_still_stored),
+        ("session", _session_not_present),
+        ("session", _session_out_of_nowhere),
+        ("session", _record_gone),
+        ("inbound", _inbound_id_forgotten),
+        ("inbound", _inbound_id_kept),
+        ("retained", _retained_lost),
+        ("retained", _retained_from_before),
+        ("retained", _cleared_but_retained),
+        ("qos", _higher_qos_than_published),
+        ("owner", _old_connection_served),
+        ("check", _check_found_something),
+        ("check", _generation_minted),
+        ("down", _broker_down),
+    ],
+)
+def test_a_broken_promise_is_counted_once(promise: str, happens: Callable[[Story], None]) -> None:
+    story = Story()
+    story.begin()
+    happens(story)
+    story.end()
+    assert counted(story) == {promise: 1}
+
+
+@pytest.mark.parametrize(
+    ("topic_filter", "topic", "expected"),
+    [
+        ("t/#", "t", True),
+        ("t/#", "t/1/2", True),
+        ("t/+", "t/1", True),
+        ("t/+", "t/1/2", False),
+        ("+/1", "u/1", True),
+        ("t/1", "t/10", False),
+        ("#", "u/kept/x/1", True),
+    ],
+)
+def test_the_judge_matches_filters_by_itself(
+    topic_filter: str, topic: str, *, expected: bool
+) -> None:
+    assert matches(topic_filter, topic) is expected
