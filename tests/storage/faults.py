@@ -217,11 +217,12 @@ class FaultyStore:
         filters: Sequence[bytes] = (),
         entries_max: int,
         bytes_max: int,
+        missed: Missed | None = None,
     ) -> Chunk:
         """As Store.read, unless it was told to fail or to hang."""
         return await self._read(
             self.inner.read(
-                after, accept, filters=filters, entries_max=entries_max, bytes_max=bytes_max
+                after, accept, filters=filters, entries_max=entries_max, bytes_max=bytes_max, missed=missed
             )
         )
 

@@ -505,12 +505,29 @@ def _told(outcome: Outcome) -> object:
     return outcome
 
 
+SMALL: Final = {
+    "storage.blocks.BLOCK_ENTRIES_MAX": 2,
+    "storage.history.SLICE_BYTES_MAX": 200,
+    "storage.history.TAIL_BLOCKS_MAX": 3,
+    "storage.topics.TAIL_BLOCKS_MAX": 3,
+    "storage.topics.TOPICS_CACHED_MAX": 3,
+    "storage.topics._ROWS_MAX": 2,
+    "storage.lmdb_store.MAP_BYTES": 1 << 17,
+}
+"""Limits of the engine, so small that a history of some ten entries goes beyond each of them."""
+
+
 @pytest.mark.timeout(7200)
-def test_backends_do_what_the_model_does(*, long: bool) -> None:
+@pytest.mark.parametrize("limits", [{}, SMALL], ids=["as shipped", "with small limits"])
+def test_backends_do_what_the_model_does(
+    monkeypatch: pytest.MonkeyPatch, limits: dict[str, int], *, long: bool
+) -> None:
+    for name, value in limits.items():
+        monkeypatch.setattr(name, value)
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=2000 if long else 80,
+            max_examples=2000 if long else 40,
             stateful_step_count=80 if long else 40,
             deadline=None,
             derandomize=not long,
