@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 
     from broker_ext.connection import Transport
     from broker_ext.hub import Hub
+    from broker_ext.retained import RetainedStore
     from broker_ext.session import Session
     from broker_ext.wire import Packet
     from storage.api import Outcome, Will
@@ -116,6 +117,8 @@ LISTEN_BACKLOG: Final = 4096
 retransmits of a second each."""
 
 
+REFUSED_LOGGED_MAX: Final = 10
+"""Topics that a connection may not publish to and that are logged, once each, in amqtt's words."""
 AT_REST_SHOWN_MAX: Final = 500
 """Sessions at rest that ``context.sessions`` goes on showing, about 3 kB each; the stored ones are
 not limited by it. amqtt shows all of them for ever, which costs memory for each."""
@@ -227,6 +230,7 @@ class PluginGuard:
         self.view.ssl_object = ssl_object
         self.slow = seam.slow
         self._turn = turn
+        self._refused: set[bytes] = set()
         self._connection: Connection | None = None
 
     def attach(self, connection: Connection) -> None:
@@ -258,7 +262,12 @@ class PluginGuard:
         return view.username.encode()
 
     async def may_publish(self, topic: bytes) -> bool:
-        return await self.seam.permits(self.view, topic, Action.PUBLISH)
+        if await self.seam.permits(self.view, topic, Action.PUBLISH):
+            return True
+        if topic not in self._refused and len(self._refused) < REFUSED_LOGGED_MAX:
+            self._refused.add(topic)
+            log.info("%s not allowed to publish to TOPIC %s.", self.view.client_id, topic.decode())
+        return False
 
     async def may_subscribe(self, topic_filter: bytes) -> bool:
         return await self.seam.permits(self.view, topic_filter, Action.SUBSCRIBE)
@@ -321,7 +330,10 @@ class PluginGuard:
         view.client_id = session.client_id.decode()
         view.transitions.connect()
         view._on_enter_connected()
-        self.seam.show_session(view, _HandlerView(self._connection))
+        queued = self.seam.show_session(view, _HandlerView(self._connection))
+        for message in queued:
+            qos = message.qos or 0
+            session.pass_on(Entry(0, message.topic.encode(), bytes(message.data), qos), qos)
         for topic_filter, qos in session.subscriptions.items():
             self.seam.show_subscription(topic_filter.decode(), view, qos)
         self.seam.fire(BrokerEvents.CLIENT_CONNECTED, client_id=view.client_id, client_session=view)
@@ -374,6 +386,7 @@ class Seam:
         self.slow = False
         self._tasks: set[asyncio.Future[Any]] = set()
         self._at_rest: OrderedDict[str, SessionView] = OrderedDict()
+        self._retained: _RetainedView
 
     def install(self, hub: Hub) -> None:
         """Replace the broker's connection callbacks and what its contexts call."""
@@ -393,6 +406,7 @@ class Seam:
         hub.router.guarded = bool(manager._topic_plugins)
         if hub.router.guarded:
             hub.permits_will = self._permits_will
+        self._retained = broker._retained_messages = _RetainedView(hub.retained)
         hub.retained.mirror = self
         broker.stream_connected = self._stream_connected
         broker.ws_connected = self._ws_connected
@@ -698,14 +712,21 @@ class Seam:
 
     # ------------------------------------------------------------------ what contexts show
 
-    def show_session(self, view: SessionView, handler: _HandlerView) -> None:
-        """Show a connected client in ``context.sessions``."""
+    def show_session(
+        self, view: SessionView, handler: _HandlerView
+    ) -> list[RetainedApplicationMessage]:
+        """Show a connected client in ``context.sessions``. Returns what plugins had put into the
+        queue of its session at rest (``retained_messages``, as amqtt's SessionDBPlugin does)."""
         client_id = str(view.client_id)
-        shown = self.broker._sessions.get(client_id)
+        queued: list[RetainedApplicationMessage] = []
+        shown, _ = self.broker._sessions.get(client_id, (None, None))
         if shown is not None:
-            self.hide_session(shown[0])
+            self.hide_session(shown)
+            while not shown.retained_messages.empty():
+                queued.append(shown.retained_messages.get_nowait())
         self._at_rest.pop(client_id, None)
         self.broker._sessions[client_id] = (view, handler)
+        return queued
 
     def show_at_rest(self, view: SessionView, *, kept: bool) -> None:
         """Its client left. kept: the session stays, and is shown like amqtt's own until amqtt's
@@ -761,20 +782,35 @@ class Seam:
         topic = message.topic.decode()
         shown = RetainedApplicationMessage(None, topic, message.payload, message.qos)
         if message.payload:
-            self.broker._retained_messages[topic] = shown
+            self._retained.show(topic, shown)
         else:
-            self.broker._retained_messages.pop(topic, None)
+            self._retained.hide(topic)
         if not loaded:
             self.fire(BrokerEvents.RETAINED_MESSAGE, client_id=None, retained_message=shown)
 
 
-def _run_now(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that has nothing to wait for, without a task."""
-    with contextlib.suppress(StopIteration):
-        coroutine.send(None)
-        coroutine.close()
-        msg = f"{coroutine} had to wait"
-        raise RuntimeError(msg)
+class _RetainedView(dict[str, RetainedApplicationMessage]):
+    """``context.retained_messages``. What a plugin sets or deletes is retained or removed; that
+    amqtt clears it when it stops is none of our business."""
+
+    def __init__(self, retained: RetainedStore) -> None:
+        super().__init__()
+        self._retained = retained
+
+    def __setitem__(self, topic: str, message: RetainedApplicationMessage) -> None:
+        _check_name(topic)
+        self._retained.keep(topic.encode(), bytes(message.data or b""), message.qos or 0)
+
+    def __delitem__(self, topic: str) -> None:
+        if topic not in self:
+            raise KeyError(topic)
+        self._retained.keep(topic.encode(), b"", 0)
+
+    def show(self, topic: str, message: RetainedApplicationMessage) -> None:
+        super().__setitem__(topic, message)
+
+    def hide(self, topic: str) -> None:
+        super().pop(topic, None)
 
 
 def _check_name(topic: str) -> None:

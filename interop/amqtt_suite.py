@@ -20,13 +20,14 @@ import argparse
 import copy
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +40,11 @@ PLUGIN: Final = "broker_ext.DurableSessionPlugin"
 STORE: Final = "AMQTT_SUITE_STORE"
 DATA: Final = "AMQTT_SUITE_DATA"
 HERE: Final = Path(__file__).resolve().parent
+PYTEST: Final = (
+    *("-q", "-p", "no:cacheprovider", "-o", "addopts="),  # amqtt's own ask for coverage
+    *("--timeout", "60", "--tb", "short", "--mock-docker", "true"),
+    "--continue-on-collection-errors",
+)
 LEFT_OUT: Final = ("amqtt", ".git")
 """Parts of the checkout that are not shown to its tests: they test the installed amqtt."""
 
@@ -80,12 +86,10 @@ def _wrap(broker_class: Any) -> None:
     def __init__(self: Any, config: Any = None, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         from amqtt.contexts import BrokerConfig  # noqa: PLC0415 - amqtt is being imported
 
+        given = config
         if not isinstance(config, BrokerConfig):
             config = BrokerConfig.from_dict(config)
-        options = {
-            "data": tempfile.mkdtemp(dir=os.environ[DATA]),
-            "store": os.environ[STORE],
-        }
+        options = {"data": _data_for(given), "store": os.environ[STORE]}
         if isinstance(config.plugins, dict):
             config = copy.copy(config)
             config.plugins = {**config.plugins, PLUGIN: options}
@@ -95,6 +99,19 @@ def _wrap(broker_class: Any) -> None:
             _tie(self, options)
 
     broker_class.__init__ = __init__
+
+
+_data: dict[tuple[str, int], tuple[str, object]] = {}
+
+
+def _data_for(config: object) -> str:
+    """A directory for each test, and in it for each configuration: as in YAML, a broker that is
+    made again from the same one finds what the first has stored."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").partition(" ")[0]
+    key = (test, id(config))
+    if config is None or key not in _data:
+        _data[key] = tempfile.mkdtemp(dir=os.environ[DATA]), config
+    return _data[key][0]
 
 
 def _listed(plugins: Any) -> list[Any]:
@@ -108,7 +125,8 @@ def _tie(broker: Any, options: dict[str, str]) -> None:
     from broker_ext import DurableSessionPlugin  # noqa: PLC0415
 
     context = BrokerContext(broker)
-    context.config = DurableSessionPlugin.Config(**options)  # type: ignore[assignment]
+    config: Any = DurableSessionPlugin.Config(data=options["data"], store=options["store"])
+    context.config = config
     plugin = DurableSessionPlugin(context)
     start_listeners, shutdown = broker._start_listeners, broker.shutdown
 
@@ -128,9 +146,7 @@ def _tie(broker: Any, options: dict[str, str]) -> None:
 # --------------------------------------------------------------------------- the comparison
 
 
-def _run(
-    checkout: Path, work: Path, arguments: list[str], *, store: str | None
-) -> dict[str, str]:
+def _run(checkout: Path, work: Path, arguments: list[str], *, store: str | None) -> dict[str, str]:
     """Run the suite once. Returns test id -> outcome."""
     name = store or "plain"
     report = work / f"{name}.xml"
@@ -148,11 +164,11 @@ def _run(
         path = [str(checkout), str(inject), str(HERE.parent)]
     env["PYTHONPATH"] = os.pathsep.join(path)
     env["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), env.get("PATH", "")])
+    # started in the background, this process ignores SIGINT, and so would what the tests interrupt
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     print(f"-- amqtt's tests, {'with this plugin on ' + store if store else 'as they are'}")
     subprocess.run(
-        [sys.executable, "-m", "pytest", "tests", "-q", "-p", "no:cacheprovider"]
-        + ["-o", "addopts=", "--timeout", "60", "--tb", "short", "--mock-docker", "true"]
-        + ["--continue-on-collection-errors", f"--junitxml={report}", *arguments],
+        [sys.executable, "-m", "pytest", "tests", *PYTEST, f"--junitxml={report}", *arguments],
         cwd=checkout,
         env=env,
         stdout=(work / f"{name}.log").open("wb"),
@@ -164,7 +180,7 @@ def _run(
 
 def _outcomes(report: Path) -> dict[str, str]:
     outcomes: dict[str, str] = {}
-    for case in ElementTree.parse(report).getroot().iter("testcase"):  # noqa: S314 - pytest's
+    for case in ET.parse(report).getroot().iter("testcase"):  # noqa: S314 - pytest's
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
         bad = {child.tag for child in case} & {"failure", "error", "skipped"}
         outcomes[name] = ", ".join(sorted(bad)) or "passed"
@@ -172,12 +188,15 @@ def _outcomes(report: Path) -> dict[str, str]:
 
 
 def _shown(checkout: Path, work: Path) -> Path:
-    """The checkout without its ``amqtt/``, as links."""
+    """The checkout without its ``amqtt/``, as links. Its ``tests`` becomes a package: others of
+    that name are about where this plugin was installed from its sources."""
     shown = work / "checkout"
-    shown.mkdir()
-    for part in checkout.iterdir():
-        if part.name not in LEFT_OUT:
-            (shown / part.name).symlink_to(part.resolve())
+    (shown / "tests").mkdir(parents=True)
+    (shown / "tests" / "__init__.py").touch()
+    for part in [*checkout.iterdir(), *(checkout / "tests").iterdir()]:
+        place = shown / part.relative_to(checkout)
+        if part.name not in LEFT_OUT and not place.exists():
+            place.symlink_to(part.resolve())
     return shown
 
 
