@@ -95,6 +95,14 @@ SELECT k, v FROM {space} WHERE k >= ?1 ORDER BY k DESC;
 -- Copies what it can from the write-ahead log to the database, without waiting for anybody.
 PRAGMA wal_checkpoint(PASSIVE);
 
+-- name: free_pages
+-- Pages that a Prune freed and nothing uses yet.
+PRAGMA freelist_count;
+
+-- name: pages
+-- All pages of the file.
+PRAGMA page_count;
+
 -- name: vacuum
--- Gives up to ?  free pages at the end of the file back to the disk.
+-- Gives up to {pages} free pages at the end of the file back to the disk.
 PRAGMA incremental_vacuum({pages});

@@ -275,7 +275,7 @@ class _Worker:
     def _made(self, *args: Any, **kwargs: Any) -> sqlite3.Connection:
         connection = _Connection(*args, **kwargs)
         connection.jobs = self._jobs
-        connection.database = _SqliteDatabase(connection)
+        connection.database = self.database = _SqliteDatabase(connection)
         return connection
 
     async def start(self) -> None:
