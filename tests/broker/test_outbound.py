@@ -623,6 +623,6 @@ def test_random_histories_of_deliveries(long: bool) -> None:
     run_state_machine_as_test(
         DeliveryMachine,
         settings=settings(
-            max_examples=5000 if long else 150, stateful_step_count=60, deadline=None
+            max_examples=5000 if long else 80, stateful_step_count=60, deadline=None
         ),
     )
