@@ -219,6 +219,8 @@ class DurableSession(Session):
                 self._join(lazy=True)
 
     def _remember(self, packet_id: int) -> bool:
+        if packet_id in self._released:  # used again before its release was written
+            self._released.remove(packet_id)
         self._received.append(packet_id)
         if not self._joined:
             self._join(lazy=False)

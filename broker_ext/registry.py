@@ -21,7 +21,7 @@ from broker_ext.durable import DurableSession
 from broker_ext.resume import Finding, Verdict, verdict
 from broker_ext.session import End, Session, TransientSession
 from broker_ext.wire import connack
-from storage.api import INCARNATION_BYTES, Acquire, Acquired, Bind, Entry, Will
+from storage.api import INCARNATION_BYTES, UNCLAIMED, Acquire, Acquired, Bind, Entry, Will
 from storage.errors import NotOwner, StoreError
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Registry:
         owner = stored.consumer.user if stored is not None else user
         if older is not None:
             owner = older.user
-        if owner != user:
+        if owner not in (user, UNCLAIMED):
             raise NotOwner(0)
         if connection.ended is not None or connection.closed:
             return
