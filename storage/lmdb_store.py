@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import shutil
+from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import lmdb
 
@@ -51,6 +53,8 @@ RESERVE_BYTES: Final = 4 << 20
 
 UNWRITTEN_BYTES_MAX: Final = 1 << 20
 """Pages at the end of a file that may be missing without harm; see _must_be_whole."""
+
+log = logging.getLogger("amqtt_durable.store")
 
 _DAMAGE: Final = (
     lmdb.CorruptedError,
@@ -166,8 +170,8 @@ class _LmdbDatabase:
             except lmdb.Error as error:
                 raise _mapped(error) from error
             else:
-                if frees and self._env.info()["map_size"] > self._max:
-                    self._set_map_bytes(self._max)
+                if frees:
+                    self._keep_reserve()
                 return result
 
     def _write_once(self, work: Callable[[WriteTxn], T]) -> T:
@@ -199,6 +203,15 @@ class _LmdbDatabase:
         if size >= most:
             raise StoreFull(f"{self._file.name}: its map is at the maximum of {self._max} bytes")
         self._set_map_bytes(min(size * 2, most))
+
+    def _keep_reserve(self) -> None:
+        """Go back to the maximum, if the reserve was used."""
+        if self._env.info()["map_size"] > self._max:
+            try:
+                self._set_map_bytes(self._max)
+            except lmdb.Error as error:
+                # the batch is committed, whatever happens here; the next one tries again
+                log.warning("the map keeps its reserve: %s", error)
 
     def _set_map_bytes(self, size: int) -> None:
         with self._map_lock:
@@ -245,10 +258,9 @@ class _Worker:
                 result = job()
             except BaseException as error:  # noqa: BLE001 - it is handed to whoever asked
                 result = error
-            try:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
                 tell(done, result)
-            except RuntimeError:
-                pass  # the loop is closed: nobody waits any more
+            del work, job, done, result  # a batch is not kept while there is nothing to do
 
     def post(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
         """Run a job after those before it; ``done`` gets its result or its exception."""
@@ -323,7 +335,7 @@ class LmdbStore(DurableStore):
             database.close()
 
     async def _in_writer(self, job: Callable[[Database], T]) -> T:
-        assert self._writer is not None, "connected"  # noqa: S101
+        assert self._writer is not None, "connected"
         return await self._writer.run(partial(self._run, job))
 
     async def _in_reader(self, job: Callable[[Database], T]) -> T:
@@ -332,7 +344,7 @@ class LmdbStore(DurableStore):
         return await self._reader.run(partial(self._run, job))
 
     def _run(self, job: Callable[[Database], T]) -> T:
-        assert self._database is not None, "connected"  # noqa: S101
+        assert self._database is not None, "connected"
         return job(self._database)
 
     def _post(
@@ -340,5 +352,5 @@ class LmdbStore(DurableStore):
         job: Callable[[Database], list[Outcome] | BaseException],
         done: Callable[[list[Outcome] | BaseException], None],
     ) -> None:
-        assert self._writer is not None, "connected"  # noqa: S101
+        assert self._writer is not None, "connected"
         self._writer.post(partial(self._run, job), done)

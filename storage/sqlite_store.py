@@ -17,6 +17,7 @@ between two commits, so that the log can start anew.
 from __future__ import annotations
 
 import asyncio
+import logging
 import sqlite3
 from collections import deque
 from functools import partial
@@ -46,6 +47,11 @@ BUSY_MS: Final = 60_000
 CHECKPOINT_BYTES: Final = 16 << 20
 """Written since the last checkpoint before there is another one: some 2,000 pages."""
 
+log = logging.getLogger("amqtt_durable.store")
+
+VACUUM_PAGES: Final = 1024
+"""Given back at a time: 8 MiB, a few milliseconds."""
+
 _LARGE: Final = (Space.HELD, Space.RETAINED, Space.WILL)
 _OFFSET_MAX: Final = (1 << 63) - 1
 
@@ -71,10 +77,13 @@ def _for_spaces(name: str) -> list[str]:
 _GET: Final = _for_spaces("get")
 _PUT: Final = _for_spaces("put")
 _DELETE: Final = _for_spaces("delete")
-_UP: Final = _for_spaces("scan_up")
-_UP_ALL: Final = _for_spaces("scan_up_all")
-_DOWN: Final = _for_spaces("scan_down")
-_DOWN_ALL: Final = _for_spaces("scan_down_all")
+_SCAN: Final = {
+    (False, False): _for_spaces("scan_up"),
+    (False, True): _for_spaces("scan_down"),
+    (True, False): _for_spaces("scan_up_all"),
+    (True, True): _for_spaces("scan_down_all"),
+}
+"""(without a stop, reverse) -> statements."""
 _BEGIN_WRITE: Final = _SQL["begin_write"]
 _BEGIN_READ: Final = _SQL["begin_read"]
 _COMMIT: Final = _SQL["commit"]
@@ -120,11 +129,7 @@ class _Txn:
         bounds: tuple[Any, ...] = (start,) if stop is None else (start, stop)
         if space is Space.HISTORY:
             bounds = tuple(map(_number, bounds))
-        if stop is None:
-            sql = _DOWN_ALL if reverse else _UP_ALL
-        else:
-            sql = _DOWN if reverse else _UP
-        rows = self._execute(sql[space], bounds)
+        rows = self._execute(_SCAN[stop is None, reverse][space], bounds)
         if space is Space.HISTORY:
             return ((number.to_bytes(8, "big"), value) for number, value in rows)
         return rows
@@ -155,8 +160,8 @@ class _SqliteDatabase:
                 execute(_SQL[_create(space)].format(space=space.name.lower()))
             execute(_COMMIT)
         elif writes:
-            for space in Space:
-                execute(_UP_ALL[space], (0 if space is Space.HISTORY else b"",)).close()
+            for sql in _GET:
+                execute(sql, (b"",)).close()
 
     def write(self, work: Callable[[WriteTxn], T], *, frees: bool = False) -> T:
         """See storage.kv.Database. In the writer's thread."""
@@ -176,12 +181,30 @@ class _SqliteDatabase:
         except sqlite3.Error as error:
             raise _mapped(error) from error
         self.unchecked_bytes += txn.written_bytes
-        if self.unchecked_bytes > CHECKPOINT_BYTES:
-            self.unchecked_bytes = 0
-            self._connection.execute(_SQL["checkpoint"])
         if frees:
-            self._connection.execute(_SQL["vacuum"].format(pages=1024)).fetchall()
+            self._give_back()
         return result
+
+    def checkpoint(self) -> None:
+        """Copy what can be copied from the write-ahead log. Nothing depends on it."""
+        self.unchecked_bytes = 0
+        try:
+            self._connection.execute(_SQL["checkpoint"]).fetchall()
+        except sqlite3.Error as error:
+            # everything stays readable from the log, and the next checkpoint tries again
+            log.warning("no checkpoint: %s", error)
+
+    def _give_back(self) -> None:
+        """Give free pages back to the disk, unless they are few: those are soon used again."""
+        execute = self._connection.execute
+        try:
+            (free,) = execute(_SQL["free_pages"]).fetchone()
+            (pages,) = execute(_SQL["pages"]).fetchone()
+            if free > max(VACUUM_PAGES, pages // 4):
+                execute(_SQL["vacuum"].format(pages=VACUUM_PAGES)).fetchall()
+        except sqlite3.Error as error:
+            # the batch is committed, whatever happens here; the next one tries again
+            log.warning("no vacuum: %s", error)
 
     def read(self, work: Callable[[ReadTxn], T]) -> T:
         """See storage.kv.Database. In the reader's thread, or the writer's before there is one."""
@@ -263,6 +286,7 @@ class _Worker:
     def __init__(self, file: Path, *, create: bool) -> None:
         self._jobs: deque[_Job] = deque()
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.database: _SqliteDatabase
         self._aio = aiosqlite.connect(
             f"{file.absolute().as_uri()}?mode={'rwc' if create else 'rw'}",
             uri=True,
@@ -323,25 +347,17 @@ class SqliteStore(DurableStore):
         super().__init__(directory, durability=durability)
         self._writer: _Worker | None = None
         self._reader: _Worker | None = None
+        self._keeper: _Worker | None = None
+        self._checkpointing: asyncio.Task[None] | None = None
 
     def _remains(self) -> tuple[str, ...]:
         return (f"{self._file.name}-wal",)
 
     async def _connect(self, file: Path, *, create: bool) -> None:
         try:
-            for writes in (True, False):
-                worker = _Worker(file, create=create)
-                await worker.start()
-                if writes:
-                    self._writer = worker
-                else:
-                    self._reader = worker
-                durability = self.durability
-                await worker.run(
-                    lambda database, writes=writes: database.prepare(
-                        durability, create=create and writes, writes=writes
-                    )
-                )
+            self._writer = await self._connected(file, create=create, writes=True)
+            self._reader = await self._connected(file, create=False, writes=False)
+            self._keeper = await self._connected(file, create=False, writes=False)
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             if code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB):
@@ -350,15 +366,31 @@ class SqliteStore(DurableStore):
                 raise self._corrupt(f"it is not one of ours ({error})") from error
             raise _mapped(error) from error
 
+    async def _connected(self, file: Path, *, create: bool, writes: bool) -> _Worker:
+        worker = _Worker(file, create=create)
+        await worker.start()
+        prepare = partial(
+            _SqliteDatabase.prepare, durability=self.durability, create=create, writes=writes
+        )
+        try:
+            await worker.run(prepare)
+        except BaseException:
+            await worker.stop()
+            raise
+        return worker
+
     async def _disconnect(self) -> None:
+        if self._checkpointing is not None:
+            await asyncio.wait([self._checkpointing])
         writer, self._writer = self._writer, None
         reader, self._reader = self._reader, None
-        for worker in (reader, writer):
+        keeper, self._keeper = self._keeper, None
+        for worker in (reader, keeper, writer):
             if worker is not None:
                 await worker.stop()
 
     async def _in_writer(self, job: Callable[[Database], T]) -> T:
-        assert self._writer is not None, "connected"  # noqa: S101
+        assert self._writer is not None, "connected"
         return await self._writer.run(job)
 
     async def _in_reader(self, job: Callable[[Database], T]) -> T:
@@ -371,5 +403,16 @@ class SqliteStore(DurableStore):
         job: Callable[[Database], list[Outcome] | BaseException],
         done: Callable[[list[Outcome] | BaseException], None],
     ) -> None:
-        assert self._writer is not None, "connected"  # noqa: S101
+        assert self._writer is not None, "connected"
         self._writer.post(job, done)
+        if self._writer.database.unchecked_bytes > CHECKPOINT_BYTES and not self._checkpointing:
+            self._checkpointing = asyncio.get_running_loop().create_task(self._checkpoint())
+
+    async def _checkpoint(self) -> None:
+        """In the keeper while commits go on, then the little that is left between two of them."""
+        try:
+            for worker in (self._keeper, self._writer):
+                if worker is not None:
+                    await worker.run(_SqliteDatabase.checkpoint)
+        finally:
+            self._checkpointing = None
