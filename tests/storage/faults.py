@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Consumer,
         Entry,
         LogState,
+        Missed,
         Opened,
         Outcome,
         Snapshot,
@@ -222,7 +223,12 @@ class FaultyStore:
         """As Store.read, unless it was told to fail or to hang."""
         return await self._read(
             self.inner.read(
-                after, accept, filters=filters, entries_max=entries_max, bytes_max=bytes_max, missed=missed
+                after,
+                accept,
+                filters=filters,
+                entries_max=entries_max,
+                bytes_max=bytes_max,
+                missed=missed,
             )
         )
 

@@ -24,6 +24,7 @@ from storage.api import (
     Consumer,
     Entry,
     LogState,
+    Missed,
     Opened,
     Outcome,
     Prune,
@@ -245,8 +246,10 @@ class Database:
         before_ms: int = 0,
         blocks_max: int = 1000,
         marks_max: int = 1000,
+        older_than_ms: int = 0,
     ) -> Pruned:
-        pruned = await self.do(Prune(through, before_ms, blocks_max, marks_max))
+        op = Prune(through, before_ms, blocks_max, marks_max, older_than_ms)
+        pruned = await self.do(op)
         assert isinstance(pruned, Pruned)
         assert pruned.floor == (await self.store.log()).floor
         return pruned
@@ -266,6 +269,7 @@ class Database:
         filters: Sequence[bytes] = (),
         entries_max: int = 1000,
         bytes_max: int = 1 << 30,
+        missed: Missed | None = None,
     ) -> Chunk:
         return await self.store.read(
             after,
@@ -273,6 +277,7 @@ class Database:
             filters=filters,
             entries_max=entries_max,
             bytes_max=bytes_max,
+            missed=missed,
         )
 
     async def history(self) -> list[Entry]:

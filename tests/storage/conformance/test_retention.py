@@ -247,6 +247,33 @@ async def test_what_is_forced_goes_though_it_is_young_and_what_nobody_needs_goes
     assert (await db.prune(through=4, before_ms=LATER_MS)).floor == 6
 
 
+async def test_what_is_older_than_a_time_is_forced_though_it_is_needed(db: Database) -> None:
+    await db.subscriber(b"dev", b"t")
+    for n in range(5):
+        await db.append(message(), stored_ms=NOW_MS + n)
+    assert (await db.prune(older_than_ms=NOW_MS)).floor == 0
+    assert (await db.prune(older_than_ms=NOW_MS + 3, blocks_max=2)) == (2, 2, 2, True)
+    assert (await db.prune(older_than_ms=NOW_MS + 3)) == (3, 1, 1, False)
+    assert await loss(db, b"dev") == Loss(b"t", 3)
+    assert (await db.prune(through=4, older_than_ms=NOW_MS + 1)).floor == 4
+    assert (await db.prune(through=1, older_than_ms=NOW_MS + 100)).floor == 5
+
+
+async def test_the_log_tells_its_bytes_which_grow_and_shrink(db: Database) -> None:
+    assert (await db.store.log()).bytes == 0
+    await db.append(message(payload=bytes(1000)))
+    first = (await db.store.log()).bytes
+    assert first >= 1000
+    await db.append(message(payload=bytes(5000)))
+    both = (await db.store.log()).bytes
+    assert both >= first + 5000
+    assert (await db.reopen()).log.bytes == both
+    await db.prune(through=1)
+    assert (await db.store.log()).bytes == both - first
+    await db.prune(through=2)
+    assert (await db.store.log()).bytes == 0
+
+
 async def test_forcing_goes_no_further_than_the_head(db: Database) -> None:
     await db.subscriber(b"dev", b"t")
     await ten(db)
@@ -438,6 +465,39 @@ async def test_a_chunk_tells_what_is_lost_after_its_start(db: Database) -> None:
             wanted = [n for n in (4, 5) if accept(b"a" if n == 5 else b"b") and n > after]
             assert [entry.offset for entry, _ in chunk.entries] == wanted
             assert (chunk.through, chunk.head) == (5, 5)
+
+
+async def test_a_reader_may_say_which_pruned_entries_it_missed(db: Database) -> None:
+    await db.append_each(message(b"a"), message(b"b"), message(b"a"), message(b"b"))
+    await db.prune(through=3)
+    for filters in ((b"a", b"b"), (b"+",)):
+        for since, expected in ((1, Loss(b"a", 3)), (2, Loss(b"a", 3)), (3, None)):
+            chunk = await db.read(
+                0,
+                matching(*filters),
+                filters=filters,
+                missed=lambda topic, offset, since=since: topic == b"a" and offset > since,  # type: ignore[misc]
+            )
+            assert chunk.loss == expected
+            assert [entry.offset for entry, _ in chunk.entries] == [4]
+        chunk = await db.read(0, matching(*filters), missed=lambda topic, _: topic == b"b")
+        assert chunk.loss == Loss(b"b", 2)
+        chunk = await db.read(2, matching(*filters), missed=lambda topic, _: topic == b"b")
+        assert chunk.loss is None
+
+
+async def test_a_reader_is_asked_about_topics_that_were_forgotten(db: Database) -> None:
+    await db.append_each(message(b"a"), message(b"b"))
+    await db.prune(through=2, marks_max=0)
+    asked = []
+
+    def missed(topic: bytes, offset: int) -> bool:
+        asked.append((topic, offset))
+        return False
+
+    chunk = await db.read(0, matching(b"a"), filters=[b"a"], missed=missed)
+    assert chunk.loss is None
+    assert asked == [(b"", 2)]
 
 
 async def test_pruning_while_a_replay_runs_is_told_in_the_next_chunk(db: Database) -> None:
