@@ -95,6 +95,7 @@ class LiveScreen:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._stage = None  # what stays on the screen is the story, not how everybody went home
         self._live.stop()
 
     def phase(self, text: str) -> None:
@@ -119,7 +120,7 @@ class LiveScreen:
         fleet, gateway, pid = stage.fleet, stage.gateway, stage.broker.pid
         published = max(1, fleet.published)
         table = Table.grid(padding=(0, 2))
-        table.add_row("broker", Text(f"pid {pid}", "green") if pid else Text("killed", "bold red"))
+        table.add_row("broker", Text(f"pid {pid}", "green") if pid else Text("down", "bold red"))
         table.add_row("sensors", f"{fleet.connected} connected")
         table.add_row(
             "gateway",
