@@ -71,7 +71,7 @@ _HAS_PROPERTIES: Final = 0x20
 _MASK: Final = 0xFFFFFFFF
 
 
-class Damage(Exception):  # noqa: N818 - a finding of this module, not an error of the store
+class Damage(Exception):
     """What was read is not what was written. offset: of the entry, 0 = the whole block."""
 
     def __init__(self, offset: int = 0) -> None:
@@ -85,10 +85,10 @@ def _rows(count: int) -> Struct:
 
 
 class Encoded(NamedTuple):
-    """A block that was encoded. count: how many of the entries it took. names: of its topics."""
+    """A block that was encoded. taken: how many of the entries are in it."""
 
     raw: bytes
-    count: int
+    taken: int
     topics: list[bytes]
 
 
@@ -194,7 +194,7 @@ class Block:
         self.is_sound = crc32(raw[table_at:bodies_at], begun) == table_crc
         """The rows are as written: an entry that is not asked for need not be looked at."""
         self._raw = raw
-        self._bodies_at = bodies_at
+        self._bodies_at: int = bodies_at
         self._rows: list[_Row] = []
         self._ends: list[int] = []
 

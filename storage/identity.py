@@ -35,7 +35,16 @@ from typing import Final
 
 from storage.meta import Identity
 
-__all__ = ["Place", "Sidecar", "WITNESS_MS", "changed", "mint", "new_identity", "place_of"]
+__all__ = [
+    "WITNESS_MS",
+    "Place",
+    "Sidecar",
+    "changed",
+    "mint",
+    "new_identity",
+    "place_of",
+    "sync_directory",
+]
 
 WITNESS_MS: Final = 10_000
 """How often the sidecar's head follows: a backup younger than that is not made and restored."""
@@ -133,20 +142,15 @@ def changed(identity: Identity, head: int, sidecar: Sidecar | None, place: Place
     """Why the database is not the one that was closed, in a few words; "" = it is. Pure."""
     if sidecar is None:
         return "sidecar missing"
-    if sidecar.db_id != identity.db_id:
-        return "replaced: the sidecar is of another database"
-    if identity.boot < sidecar.boot:
-        return f"restored from a backup: boot {identity.boot}, the sidecar says {sidecar.boot}"
-    if identity.boot > sidecar.boot + 1:
-        return f"sidecar is old: boot {identity.boot}, the sidecar says {sidecar.boot}"
-    if sidecar.generation != identity.generation:
-        return "replaced: the sidecar is of another generation"
-    if head < sidecar.head:
-        return f"restored from a backup: head {head}, the sidecar says {sidecar.head}"
-    if sidecar.machine and place.machine and sidecar.machine != place.machine:
-        return "copied: from another machine"
-    if sidecar.inode != place.inode:
-        return "copied: the database is another file than before"
-    if sidecar.path != place.path:
-        return f"moved: it was {sidecar.path}"
-    return ""
+    was, boot = sidecar, identity.boot
+    findings = {
+        "replaced: the sidecar is of another database": was.db_id != identity.db_id,
+        f"restored from a backup: boot {boot}, the sidecar says {was.boot}": boot < was.boot,
+        f"sidecar is old: boot {boot}, the sidecar says {was.boot}": boot > was.boot + 1,
+        "replaced: the sidecar is of another generation": was.generation != identity.generation,
+        f"restored from a backup: head {head}, the sidecar says {was.head}": head < was.head,
+        "copied: from another machine": "" != was.machine != place.machine != "",
+        "copied: the database is another file than before": was.inode != place.inode,
+        f"moved: it was {was.path}": was.path != place.path,
+    }
+    return next((finding for finding, is_true in findings.items() if is_true), "")

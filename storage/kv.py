@@ -11,10 +11,12 @@ Rule 3. A transaction is used in the thread that made it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from enum import IntEnum, unique
 from struct import Struct
-from typing import Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 __all__ = [
     "KEY_BYTES_MAX",

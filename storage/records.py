@@ -191,7 +191,7 @@ def _claim(count: int) -> Struct:
 def encode_claim(consumer_id: int, claim: Claim) -> bytes:
     """One row, however many deliveries; a claim above CLAIM_DELIVERIES_MAX is a caller's bug."""
     deliveries = claim.deliveries
-    assert len(deliveries) <= CLAIM_DELIVERIES_MAX, "a claim is too large"  # noqa: S101
+    assert len(deliveries) <= CLAIM_DELIVERIES_MAX, "a claim is too large"
     packed = _claim(len(deliveries)).pack(_VERSION, *chain.from_iterable(deliveries))
     return _sealed(packed, consumer_id ^ claim.number)
 
