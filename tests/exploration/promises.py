@@ -1,0 +1,559 @@
+"""What must hold, looked at from outside the broker: at each operation of the store, at each packet
+that is written, after each step, and when everything has come to rest.
+
+It knows three things: what is stored (the memory store, watched operation by operation), what was
+written to each socket, and what each client was told. It is independent of the code it judges: it
+never asks a session or the registry for a verdict, only which session owns which connection.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from broker_ext.durable import DurableSession
+from broker_ext.topics import matches
+from broker_ext.wire import (
+    Connack,
+    Puback,
+    Pubcomp,
+    Publish,
+    Pubrec,
+    Pubrel,
+    Suback,
+    Subscribe,
+    Unsuback,
+)
+from storage.api import HELD, RECEIVED, Acquire, Acquired, Advance, Detach, Discard, DropWill
+from storage.api import StoreWill, Subscription
+from tests.exploration.store import OwnerOp
+
+if TYPE_CHECKING:
+    from broker_ext.hub import Hub
+    from broker_ext.session import Session
+    from broker_ext.wire import Packet, Unsubscribe
+    from storage.api import Entry, Op, Outcome, Snapshot
+    from tests.exploration.clients import Link, Outgoing
+    from tests.exploration.world import World
+
+__all__ = ["Ledger"]
+
+
+@dataclass(slots=True)
+class _Request:
+    """A SUBSCRIBE or UNSUBSCRIBE that waits for its answer. wants: filter -> QoS, None = gone."""
+
+    packet_id: int
+    wants: dict[bytes, int | None]
+
+
+@dataclass(slots=True)
+class _Belief:
+    """What a client may believe of its session.
+
+    base: filters that it was told. pending: by connection, what it has asked for since.
+    """
+
+    base: dict[bytes, int] = field(default_factory=dict)
+    pending: dict[Link, list[_Request]] = field(default_factory=dict)
+    exists: bool = False
+    plugins: dict[bytes, set[int]] = field(default_factory=dict)
+
+    def possible(self, topic_filter: bytes) -> set[int | None]:
+        """The QoS values that the filter may stand at now; None = not there."""
+        out: set[int | None] = {self.base.get(topic_filter)}
+        out |= self.plugins.get(topic_filter, set())
+        for link, requests in self.pending.items():
+            if link.accepted:
+                out |= {r.wants[topic_filter] for r in requests if topic_filter in r.wants}
+        return out
+
+    def others_ended(self) -> None:
+        """A newer connection was accepted: what older ones asked for was done, or never is."""
+        for link in [link for link in self.pending if link.accepted]:
+            del self.pending[link]
+
+    def filters(self) -> set[bytes]:
+        asked = {f for rs in self.pending.values() for r in rs for f in r.wants}
+        return asked | set(self.base)
+
+
+@dataclass(slots=True)
+class _Record:
+    """What was seen of one consumer. claimed: offsets that were claimed and not given back."""
+
+    claimed: set[int] = field(default_factory=set)
+    left: set[bytes] = field(default_factory=set)
+
+
+class Ledger:
+    """All that was seen of a run. violations: the promises that were broken, in words."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.violations: list[str] = []
+        self.stored: dict[bytes, int] = {}
+        """Payload -> how often it was appended."""
+        self._appended: dict[bytes, int] = {}
+        self._published: dict[bytes, int] = {}
+        self._records: dict[int, _Record] = {}
+        self._beliefs: dict[bytes, _Belief] = {}
+        self._arrivals = 0
+        self._accepted: dict[bytes, int] = {}
+        self._topics: dict[bytes, tuple[bytes, int]] = {}
+        self._acknowledged: set[bytes] = set()
+        self._owed: dict[tuple[bytes, bytes], None] = {}
+        self._first: dict[tuple[bytes, int], int] = {}
+        self._delivered: dict[tuple[bytes, bytes], int] = {}
+        self._order: dict[tuple[bytes, bytes, int], int] = {}
+        self._wills: set[bytes] = set()
+        self.sessions: list[Session] = []
+
+    def broken(self, what: str) -> None:
+        self.violations.append(what)
+
+    def belief(self, client_id: bytes) -> _Belief:
+        return self._beliefs.setdefault(client_id, _Belief())
+
+    def watch(self, hub: Hub) -> None:
+        """Learn which messages are routed, and which get an offset, before they are stored."""
+        append = hub.committer.append
+
+        def watched(topic: bytes, payload: bytes, *rest: object) -> Entry:
+            entry = append(topic, payload, *rest)  # type: ignore[arg-type]
+            self._appended[payload] = entry.offset
+            return entry
+
+        publish = hub.router.publish
+
+        def published(topic: bytes, payload: bytes, *rest: object, **more: object) -> bool:
+            self._published[payload] = self._published.get(payload, 0) + 1
+            return publish(topic, payload, *rest, **more)  # type: ignore[arg-type]
+
+        setattr(hub.committer, "append", watched)  # noqa: B010 - a method is not assigned to
+        setattr(hub.router, "publish", published)  # noqa: B010
+
+    # --------------------------------------------------------------- what clients have done
+
+    def arrival(self) -> int:
+        """A CONNECT was authenticated: its number."""
+        self._arrivals += 1
+        return self._arrivals
+
+    def dialled(self, link: Link) -> None:
+        if link.clean:
+            self._forgive(link.identity.client_id, None)
+
+    def asked(self, link: Link, packet: Subscribe | Unsubscribe) -> None:
+        client_id = link.identity.client_id
+        wants: dict[bytes, int | None] = {}
+        if isinstance(packet, Subscribe):
+            wants.update((f.filter, f.qos) for f in packet.filters)
+        else:
+            wants.update(dict.fromkeys(packet.filters))
+        for topic_filter, qos in wants.items():
+            if not qos:
+                self._forgive(client_id, topic_filter)
+        request = _Request(packet.packet_id, wants)
+        self.belief(client_id).pending.setdefault(link, []).append(request)
+
+    def subscribed_for(self, client_id: bytes, topic_filter: bytes, qos: int) -> None:
+        """A plugin subscribes a client, who is not told."""
+        self.belief(client_id).plugins.setdefault(topic_filter, set()).add(qos)
+
+    def sent(self, link: Link, message: Outgoing, *, retain: bool) -> None:
+        """A PUBLISH is on its way: who is owed it, if it is acknowledged."""
+        del link, retain
+        self._topics[message.payload] = (message.topic, message.qos)
+        if not message.qos:
+            return
+        for client_id, belief in self._beliefs.items():
+            for topic_filter in belief.base:
+                certain = belief.possible(topic_filter)
+                if belief.exists and None not in certain and 0 not in certain and matches(
+                    topic_filter, message.topic
+                ):
+                    self._owed[client_id, message.payload] = None
+
+    def _forgive(self, client_id: bytes, topic_filter: bytes | None) -> None:
+        """A subscription may end: what is owed to it need not come any more."""
+        for owed in list(self._owed):
+            topic = self._topics[owed[1]][0]
+            if owed[0] == client_id and (topic_filter is None or matches(topic_filter, topic)):
+                del self._owed[owed]
+
+    # ----------------------------------------------------------------------- what is stored
+
+    def appended(self, entry: Entry) -> None:
+        self.stored[entry.payload] = self.stored.get(entry.payload, 0) + 1
+        if self.stored[entry.payload] > 1 and entry.qos == 2:
+            self.broken(f"P5: {entry.payload!r} (QoS 2) is in the history twice")
+
+    def applied(
+        self, op: Op, before: Snapshot | None, after: Snapshot | None, outcome: Outcome
+    ) -> None:
+        if isinstance(op, OwnerOp):
+            self._owner_wrote(op, before, after, outcome)
+        elif isinstance(op, Acquire):
+            if isinstance(outcome, Acquired) and op.clean:
+                self._forgotten(op.client_id, asked_for=not op.create)
+        elif isinstance(op, StoreWill):
+            self._wills.add(op.will.incarnation)
+        elif isinstance(op, DropWill):
+            self._wills.discard(op.incarnation)
+            if self.world.store.memory.wills != self._wills:
+                self.broken("P9: the will of one incarnation was deleted by another")
+
+    def _forgotten(self, client_id: bytes, *, asked_for: bool) -> None:
+        """A session was deleted: its client must be told, with Session Present = 0."""
+        belief = self.belief(client_id)
+        if belief.exists and not (asked_for or self.world.forgets):
+            self.broken(f"P7: the session of {client_id!r} was deleted")
+        belief.base.clear()
+        belief.others_ended()
+        belief.exists = False
+        self._forgive(client_id, None)
+
+    def _owner_wrote(
+        self, op: OwnerOp, before: Snapshot | None, after: Snapshot | None, outcome: Outcome
+    ) -> None:
+        kind = type(op).__name__
+        record = self._records.setdefault(op.consumer_id, _Record())
+        if op.incarnation in record.left:
+            self.broken(f"P7: {kind} under an incarnation that had left")
+        if isinstance(op, (Detach, Discard)):
+            record.left.add(op.incarnation)
+        if isinstance(op, Discard) and before is not None and after is None:
+            self._forgotten(before.consumer.client_id, asked_for=False)
+        if isinstance(outcome, BaseException) and not self.world.outsiders:
+            self.broken(f"P3: {kind} was refused in a healthy build: {outcome!r}")
+        if before is None or before == after:
+            return
+        if before.consumer.incarnation != op.incarnation:
+            self.broken(f"P3: {kind} changed a record under an old incarnation")
+        if after is not None and after.consumer.incarnation != before.consumer.incarnation:
+            self.broken(f"P3: {kind} changed the incarnation")
+        if isinstance(op, Advance) and after is not None:
+            self._advanced(record, op, before, after)
+
+    def _advanced(
+        self, record: _Record, op: Advance, before: Snapshot, after: Snapshot
+    ) -> None:
+        """P3, P4: a claim that is gone stays gone, and the cursor passes nothing unclaimed."""
+        memory = self.world.store.memory
+        had = {claim.number for claim in before.claims}
+        for number in (*(claim.number for claim in op.claims), *op.settled):
+            if number < before.consumer.next_claim and number not in had:
+                self.broken(f"P4: claim {number} was written when it was no longer held")
+        cursor = after.consumer.cursor
+        if cursor > memory.head:
+            self.broken(f"P3: cursor {cursor} is ahead of the head {memory.head}")
+        record.claimed = {o for o in record.claimed if o <= cursor}
+        record.claimed |= {
+            d.offset for c in after.claims for d in c.deliveries if not d.state & HELD
+        }
+        for entry in memory.entries:
+            if entry.offset <= cursor and entry.offset not in record.claimed and any(
+                _wants(sub, entry) for sub in after.subscriptions
+            ):
+                if entry.offset <= before.consumer.cursor:
+                    continue  # it was passed under other subscriptions, and judged then
+                self.broken(f"P3: the cursor passed {entry.offset}, which was never claimed")
+
+    # ---------------------------------------------------------------------- what is written
+
+    def written(self, link: Link, packet: Packet) -> None:
+        """Each answer is written only after the commit that holds what it says."""
+        match packet:
+            case Connack():
+                self._write_connack(link, packet)
+            case Suback():
+                self._write_suback(link, packet)
+            case Unsuback():
+                self._write_unsuback(link, packet)
+            case Publish():
+                self._write_publish(link, packet)
+            case Puback(packet_id) | Pubrec(packet_id) | Pubcomp(packet_id):
+                self._write_acknowledgement(link, packet, packet_id)
+            case Pubrel(packet_id):
+                self._write_pubrel(link, packet_id)
+
+    def _record(self, link: Link) -> Snapshot | None:
+        return self.world.store.memory.record_of(link.identity.client_id)
+
+    def _write_connack(self, link: Link, packet: Connack) -> None:
+        if packet.reason:
+            return
+        client_id = link.identity.client_id
+        if link.arrived < self._accepted.get(client_id, 0):
+            self.broken(f"P7: {link} was accepted after one that arrived later")
+        self._accepted[client_id] = link.arrived
+        assert link.connection is not None
+        session = link.connection.session
+        assert session is not None
+        self.sessions.append(session)
+        belief = self.belief(client_id)
+        record = self._record(link)
+        if link.will is not None and session.incarnation not in self.world.store.memory.wills:
+            self.broken(f"P9: {link} was accepted before its will was stored")
+        if not isinstance(session, DurableSession):
+            if record is not None:
+                self.broken(f"P7: {link} started clean before the old record was deleted")
+            belief.base.clear()
+            belief.others_ended()
+            belief.exists = False
+            self._forgive(client_id, None)
+            return
+        if record is None or record.consumer.incarnation != session.incarnation:
+            self.broken(f"P7: {link} was accepted without its incarnation on the record")
+            return
+        stored = {s.filter: s.qos for s in record.subscriptions}
+        if packet.session_present:
+            self._compare(link, belief, stored)
+            if not belief.exists:
+                self.broken(f"P7: {link} was told of a session that it never had")
+        else:
+            if stored:
+                self.broken(f"P7: {link} was told of no session, and there is one")
+            if belief.exists and not self.world.forgets:
+                self.broken(f"P7: {link} lost its session")
+            self._forgive(client_id, None)
+        belief.base = stored
+        belief.others_ended()
+        belief.exists = True
+
+    def _compare(self, link: Link | None, belief: _Belief, stored: dict[bytes, int]) -> None:
+        for topic_filter in belief.filters() | set(stored):
+            at = stored.get(topic_filter)
+            possible = belief.possible(topic_filter)
+            if at not in possible:
+                self.broken(
+                    f"P8: {link}: {topic_filter!r} is stored with QoS {at}, "
+                    f"but its client was told {possible}"
+                )
+
+    def _write_suback(self, link: Link, packet: Suback) -> None:
+        belief = self.belief(link.identity.client_id)
+        requests = belief.pending.get(link)
+        if not requests:
+            self.broken(f"P8: {link} was answered after another connection was accepted")
+            return
+        request = requests.pop(0)
+        if request.packet_id != packet.packet_id:
+            self.broken(f"P8: {link}: SUBACK out of order")
+        record = self._record(link)
+        stored = {} if record is None else {s.filter: s.qos for s in record.subscriptions}
+        for (topic_filter, _), code in zip(request.wants.items(), packet.reasons, strict=True):
+            if code >= 0x80:
+                continue
+            belief.base[topic_filter] = code
+            if not link.clean and stored.get(topic_filter) != code:
+                self.broken(f"P8: {link}: SUBACK for {topic_filter!r} before it was saved")
+
+    def _write_unsuback(self, link: Link, packet: Unsuback) -> None:
+        belief = self.belief(link.identity.client_id)
+        requests = belief.pending.get(link)
+        if not requests:
+            self.broken(f"P8: {link} was answered after another connection was accepted")
+            return
+        request = requests.pop(0)
+        if request.packet_id != packet.packet_id:
+            self.broken(f"P8: {link}: UNSUBACK out of order")
+        record = self._record(link)
+        stored = {} if record is None else {s.filter: s.qos for s in record.subscriptions}
+        for topic_filter in request.wants:
+            belief.base.pop(topic_filter, None)
+            if topic_filter in stored:
+                self.broken(f"P8: {link}: UNSUBACK for {topic_filter!r} before it was saved")
+
+    def _write_acknowledgement(self, link: Link, packet: Packet, packet_id: int) -> None:
+        record = None if link.clean else self._record(link)
+        inbound = record.inbound if record is not None else frozenset()
+        if isinstance(packet, Pubcomp):
+            if packet_id in inbound:
+                self.broken(f"P5: {link}: PUBCOMP {packet_id} before its id was released")
+            return
+        message = link.identity.outgoing.get(packet_id)
+        if message is None:
+            return
+        if self._appended.get(message.payload, 0) > self.world.store.memory.head:
+            self.broken(f"P1: {link}: {message.payload!r} was acknowledged before its commit")
+        if isinstance(packet, Pubrec) and not link.clean and packet_id not in inbound:
+            self.broken(f"P5: {link}: PUBREC {packet_id} before its id was saved")
+        self._acknowledged.add(message.payload)
+
+    def _write_publish(self, link: Link, packet: Publish) -> None:
+        client_id, payload = link.identity.client_id, packet.payload
+        self._delivered.setdefault((client_id, payload), 0)
+        if not packet.qos or link.clean:
+            self._count(link, packet)
+            return
+        record = self._record(link)
+        claims = () if record is None else record.claims
+        found = [d for c in claims for d in c.deliveries if d.packet_id == packet.packet_id]
+        if record is None or not found:
+            self.broken(f"P2: {link}: {payload!r} was sent before its claim was saved")
+            return
+        delivery = found[0]
+        if delivery.state & HELD:
+            stored = record.held.get(delivery.offset)
+        else:
+            stored = self.world.store.memory.entry(delivery.offset)
+        if stored is None or stored.payload != payload:
+            self.broken(f"P2: {link}: {payload!r} was sent under the claim of another message")
+        if delivery.state & RECEIVED:
+            self.broken(f"P5: {link}: {payload!r} was sent again after its PUBREC was saved")
+        if not packet.retain:
+            self._first_or_again(link, packet, delivery.offset)
+        self._count(link, packet)
+
+    def _first_or_again(self, link: Link, packet: Publish, offset: int) -> None:
+        client_id, payload = link.identity.client_id, packet.payload
+        first = self._first.get((client_id, offset))
+        if packet.dup:
+            if first is not None and first != packet.packet_id:
+                self.broken(f"P6: {link}: {payload!r} came again with another packet id")
+            return
+        if first is not None:
+            self.broken(f"P4: {link}: {payload!r} was sent twice as if for the first time")
+        self._first[client_id, offset] = packet.packet_id
+        key = client_id, packet.topic, packet.qos
+        if self._order.get(key, 0) > offset:
+            self.broken(f"P6: {link}: {payload!r} came out of order")
+        self._order[key] = offset
+
+    def _count(self, link: Link, packet: Publish) -> None:
+        identity = link.identity
+        key = identity.client_id, packet.payload
+        if packet.qos == 2 and identity.incoming.get(packet.packet_id) == packet.payload:
+            return
+        if link.up:
+            self._delivered[key] += 1
+        if self._delivered[key] > 1 and packet.qos == 2 and not packet.retain and not link.clean:
+            self.broken(f"P5: {link}: {packet.payload!r} (QoS 2) was delivered twice")
+
+    def _write_pubrel(self, link: Link, packet_id: int) -> None:
+        record = None if link.clean else self._record(link)
+        for claim in () if record is None else record.claims:
+            for delivery in claim.deliveries:
+                if delivery.packet_id == packet_id and not delivery.state & RECEIVED:
+                    self.broken(f"P5: {link}: PUBREL {packet_id} before 'received' was saved")
+
+    # ---------------------------------------------------------------------- after each step
+
+    def look(self) -> None:
+        """One owner for each client id, and it is the one whose connection stands."""
+        owners = self.world.hub.registry.owners
+        for session in self.sessions:
+            if not session.sealed and owners.get(session.client_id) is not session:
+                self.broken(f"P7: {session!r} is not sealed and not the owner")
+        for session in owners.values():
+            if session.sealed:
+                self.broken(f"P7: {session!r} is sealed and still the owner")
+        if self.world.loop.errors:
+            self.violations += [f"loop: {error}" for error in self.world.loop.errors]
+
+    def look_at_rest(self) -> None:
+        """Nothing can happen any more: what is stored, what is told and what is counted agree."""
+        world, hub = self.world, self.world.hub
+        memory = world.store.memory
+        self._look_for_leftovers()
+        for session in {id(s): s for s in self.sessions}.values():
+            if not session.sealed and isinstance(session, DurableSession):
+                record = memory.record(session.consumer_id)
+                fenced = record is None or record.consumer.incarnation != session.incarnation
+                if fenced and not world.outsiders:
+                    self.broken(f"P7: {session!r} does not own its record")
+        for client_id, belief in self._beliefs.items():
+            record = memory.record_of(client_id)
+            stored = {} if record is None else {s.filter: s.qos for s in record.subscriptions}
+            if belief.exists:
+                self._compare(None, belief, stored)
+            if (
+                record is not None
+                and not record.consumer.detached_ms
+                and client_id not in hub.registry.owners
+                and not world.outsiders
+            ):
+                self.broken(f"P7: the record of {client_id!r} is attached to nobody")
+        self._look_at_filters()
+        self._look_at_wills()
+
+    def _look_for_leftovers(self) -> None:
+        world, hub = self.world, self.world.hub
+        if pending := world.loop.pending_tasks():
+            self.broken(f"P7: tasks are left behind: {pending}")
+        if hub.registry._lines:
+            self.broken("P7: somebody is still in line")
+        if hub.committer._flying is not None or hub.committer._open.ops:
+            self.broken("P7: something is still to be written")
+        for link in world.links:
+            if link.up and not (link.accepted and not link.asked):
+                self.broken(f"P7: {link} was never answered")
+            if link.decoder.error is not None:
+                self.broken(f"{link} was sent what is no packet")
+        self.violations += [f"store: {wrong}" for wrong in memory_check(world)]
+
+    def _look_at_filters(self) -> None:
+        hub = self.world.hub
+        counts = self.world.store.memory.counts()
+        names = set(counts) | {f for b in self._beliefs.values() for f in b.filters()}
+        names |= {f for s in self.sessions for f in s.subscriptions}
+        for name in names:
+            place = hub.router._places.find(name)
+            counted = 0 if place is None else place.durable
+            if counted != counts.get(name, 0):
+                self.broken(
+                    f"P8: {name!r} is counted {counted} times and stored {counts.get(name, 0)} times"
+                )
+            attached = set() if place is None else set(place.subscribers or ())
+            wanted = {s for s in self.sessions if not s.sealed and name in s.subscriptions}
+            if attached != wanted:
+                self.broken(f"P8: {name!r} is delivered to {attached}, not to {wanted}")
+
+    def _look_at_wills(self) -> None:
+        stored = self.world.store.memory.wills
+        for link in self.world.links:
+            if link.will is None or link.connection is None:
+                continue
+            ended = link.connection.ended
+            due = link.session is not None and ended is not None and ended.publish_will
+            times = self._published.get(link.will.payload, 0)
+            if times != due:
+                self.broken(f"P9: the will of {link} was published {times} times")
+            if link.session is not None and (link.session.incarnation in stored) != (ended is None):
+                self.broken(f"P9: the will of {link} is stored although it ended, or is not")
+        connected = {link.session.incarnation for link in self.world.links if link.session}
+        if stored - connected:
+            self.broken("P9: a will is stored that belongs to nobody")
+
+    # --------------------------------------------------------------------------- at the end
+
+    def look_at_deliveries(self) -> None:
+        """Everybody has come back: nobody misses what was acknowledged to its publisher."""
+        for client_id, payload in self._owed:
+            if payload in self._acknowledged and not self._delivered.get((client_id, payload)):
+                self.broken(f"P6: {payload!r} never came to {client_id!r}")
+
+    def look_at_end(self) -> None:
+        """Everybody has left."""
+        if self.world.hub.registry.owners:
+            self.broken("P7: an owner is left")
+        if self.world.hub.connections:
+            self.broken("P7: a connection is left")
+
+
+def memory_check(world: World) -> list[str]:
+    """The store's own walk over its invariants."""
+    from tests.exploration.loop import result_of  # noqa: PLC0415 - only here
+
+    found: list[str] = result_of(world.store.check())
+    return found
+
+
+def _wants(subscription: Subscription, entry: Entry) -> bool:
+    return (
+        subscription.qos > 0
+        and subscription.from_offset < entry.offset
+        and matches(subscription.filter, entry.topic)
+    )

@@ -1,0 +1,299 @@
+"""What is explored: each a few clients with short scripts, around one shape of bug.
+
+Names of links are ``client/number``; links of one client dial in any order unless held back.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from broker_ext.settings import Settings
+from tests.exploration.clients import (
+    disconnect,
+    drop,
+    publish,
+    settled,
+    subscribe,
+    unsubscribe,
+    until,
+)
+from tests.exploration.explore import Scenario
+from tests.exploration.world import World
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.exploration.choices import Chooser
+    from tests.exploration.clients import Step
+
+__all__ = ["SCENARIOS", "scenario"]
+
+SCENARIOS: Final[dict[str, Scenario]] = {}
+
+
+def scenario(**facts: Any) -> Callable[[Callable[[World], None]], Scenario]:
+    """Make a scenario of a function that furnishes a world."""
+
+    def decorate(furnish: Callable[[World], None]) -> Scenario:
+        def make(chooser: Chooser) -> World:
+            world = World(chooser, **facts)
+            with world.loop.running():
+                furnish(world)
+            return world
+
+        name = furnish.__name__
+        SCENARIOS[name] = Scenario(name, make)
+        return SCENARIOS[name]
+
+    return decorate
+
+
+def accepted(name: str) -> Step:
+    """Wait until a link was accepted, or has failed."""
+
+    def condition(world: World) -> bool:
+        link = _link(world, name)
+        return link.accepted or link.closing or link.gone
+
+    return until(f"{name} is accepted", condition)
+
+
+def over(name: str) -> Step:
+    """Wait until a link has ended."""
+    return until(f"{name} is over", lambda world: _link(world, name).gone)
+
+
+def asked(name: str) -> Step:
+    """Wait until a link has nothing more to say."""
+    return until(
+        f"{name} has said all",
+        lambda world: _link(world, name).gone or not _link(world, name).steps,
+    )
+
+
+def _link(world: World, name: str) -> Any:
+    return next(link for link in world.links if link.name == name)
+
+
+# ------------------------------------------------------------------------------ the shapes
+
+
+@scenario(faults=1)
+def takeover_while_messages_flow(world: World) -> None:
+    """Acknowledgements in the turn of the takeover; saves in flight; a failing commit."""
+    world.link("dev/1", subscribe((b"t", 1), (b"u", 2)), settled())
+    world.link("dev/2", asked("dev/1"), subscribe((b"t", 1), (b"u", 2)))
+    world.link(
+        "pub/1",
+        asked("dev/1"),
+        *(publish(b"t", 1), publish(b"u", 2), publish(b"t", 2), publish(b"u", 1)),
+        settled(),
+        disconnect(),
+        clean=True,
+    )
+
+
+@scenario()
+def acknowledgements_in_the_turn_of_the_takeover(world: World) -> None:
+    world.link("pub/1", accepted("dev/1"), publish(b"t", 1), publish(b"t", 2), publish(b"t", 1))
+    world.link("dev/1", subscribe((b"#", 2)), settled())
+    world.link("dev/2", until("delivered", lambda w: bool(_link(w, "dev/1").received)))
+    world.link("dev/3", until("delivered", lambda w: bool(_link(w, "dev/1").received)))
+
+
+@scenario(faults=1, guarded=True, slow=frozenset({"may_subscribe"}))
+def late_subscribe(world: World) -> None:
+    """An old connection's late SUBSCRIBE, waiting on a slow topic plugin, would write its record
+    back."""
+    world.link("dev/1", subscribe((b"old", 1)), subscribe((b"more", 1)))
+    world.link("dev/2", accepted("dev/1"), subscribe((b"new", 1)), clean=False)
+    world.link("dev/3", accepted("dev/1"), settled(), disconnect(), clean=True)
+
+
+@scenario(faults=1)
+def save_in_flight_at_a_clean_start(world: World) -> None:
+    """A save in flight that lands after a clean start."""
+    world.link("dev/1", subscribe((b"t", 1), (b"u", 2)), publish(b"t", 1), publish(b"u", 2))
+    world.link("dev/2", accepted("dev/1"), subscribe((b"t", 0)), clean=True)
+    world.link("dev/3", accepted("dev/2"), subscribe((b"x", 1)))
+
+
+@scenario(faults=2)
+def subscribes_that_miss_each_other(world: World) -> None:
+    """Two SUBSCRIBEs of one session, and changes of one filter from two connections."""
+    world.link(
+        "dev/1",
+        subscribe((b"a", 1), (b"b", 0)),
+        subscribe((b"a", 2), (b"b", 1)),
+        unsubscribe(b"a"),
+        subscribe((b"a", 0), (b"c", 1)),
+        pipelines=True,
+    )
+    world.link("dev/2", accepted("dev/1"), unsubscribe(b"a", b"c"), subscribe((b"a", 1)))
+    world.link("pub/1", publish(b"a", 1), publish(b"b", 2), publish(b"c", 1))
+
+
+@scenario(faults=1)
+def contexts_subscribe_beside_the_client(world: World) -> None:
+    """amqtt's ``context.add_subscription`` beside SUBSCRIBE, CONNECT and clean start."""
+    world.link("dev/1", subscribe((b"a", 1)), unsubscribe(b"b"), subscribe((b"b", 1)))
+    world.link("dev/2", accepted("dev/1"), subscribe((b"a", 2)), drop())
+    for topic_filter in (b"a", b"b"):
+        world.event(
+            f"a plugin subscribes dev to {topic_filter!r}",
+            lambda _: True,
+            lambda w, f=topic_filter: w.subscribes(b"dev", f, 1),  # type: ignore[misc]
+        )
+
+
+@scenario(faults=1)
+def wills_of_two_connections(world: World) -> None:
+    """An older will that deletes a newer one, or is published for it."""
+    world.link("watch/1", subscribe((b"will/#", 1)), settled())
+    world.link("dev/1", asked("watch/1"), will=b"will/1")
+    world.link("dev/2", accepted("dev/1"), disconnect(), will=b"will/2")
+    world.link("dev/3", accepted("dev/1"), drop(), will=b"will/3")
+
+
+@scenario(faults=1, guarded=True, slow=frozenset({"may_publish_will", "authenticate"}))
+def wills_that_wait_for_a_plugin(world: World) -> None:
+    world.link("watch/1", subscribe((b"will/#", 1)), settled())
+    world.link("dev/1", asked("watch/1"), will=b"will/1", droppable=True)
+    world.link("dev/2", accepted("dev/1"), will=b"will/2", clean=True)
+
+
+@scenario(faults=1, slow=frozenset({"authenticate"}))
+def connects_in_line(world: World) -> None:
+    """A CONNECT that passes one still loading."""
+    world.link("pub/1", publish(b"t", 1), publish(b"t", 2))
+    world.link("dev/1", subscribe((b"t", 1)), pipelines=True)
+    world.link("dev/2", subscribe((b"t", 2)), pipelines=True, clean=True)
+    world.link("dev/3", subscribe((b"t", 1)), pipelines=True)
+    world.link("dev/4", unsubscribe(b"t"), pipelines=True)
+
+
+@scenario(faults=1, slow=frozenset({"authenticate"}))
+def client_leaves_between_two_steps_of_connect(world: World) -> None:
+    world.link("watch/1", subscribe((b"will/#", 1)), settled())
+    for number, clean in enumerate((False, True, False), 1):
+        world.link(
+            f"dev/{number}",
+            asked("watch/1"),
+            subscribe((b"t", 1)),
+            drop(),
+            will=b"will/dev",
+            clean=clean,
+            pipelines=True,
+        )
+
+
+@scenario(faults=2)
+def unsubscribe_whose_save_fails(world: World) -> None:
+    """An UNSUBSCRIBE reported done whose save failed, then retried."""
+    world.link("dev/1", subscribe((b"t", 1)), settled(), unsubscribe(b"t"), settled())
+    world.link("dev/2", over("dev/1"), unsubscribe(b"t"), settled())
+    world.link("pub/1", accepted("dev/1"), publish(b"t", 1), publish(b"t", 2))
+
+
+@scenario(faults=3)
+def takeover_after_a_failed_save(world: World) -> None:
+    world.link("dev/1", subscribe((b"t", 2)), settled())
+    world.link("pub/1", asked("dev/1"), publish(b"t", 2), publish(b"t", 1), publish(b"t", 2))
+    world.link("dev/2", until("delivered", lambda w: bool(_link(w, "dev/1").received)), drop())
+    world.link("dev/3", over("dev/1"))
+
+
+@scenario(faults=1)
+def kicked_while_busy(world: World) -> None:
+    """Kick while connected, and checkpoints at any time."""
+    world.link("dev/1", subscribe((b"t", 1)), subscribe((b"u", 2)), will=b"t")
+    world.link("pub/1", accepted("dev/1"), publish(b"t", 1), publish(b"u", 2))
+    dev = _link(world, "dev/1")
+    world.event("dev/1 is kicked", lambda _: dev.accepted, lambda w: w.kick(dev))
+    for n in range(2):
+        world.event(f"checkpoint {n}", lambda _: True, lambda w: w.hub._checkpoint())
+    world.link("dev/2", over("dev/1"))
+
+
+@scenario(settings=Settings(session_expiry_interval_s=1), faults=1)
+def expiry_beside_a_connect(world: World) -> None:
+    world.forgets = True
+    world.link("dev/1", subscribe((b"t", 1)), settled(), drop())
+    world.link("dev/2", accepted("dev/1"), drop())
+    world.event("a second passes", lambda _: True, lambda w: w.loop.pass_time(1.5))
+    for n in range(2):
+        world.event(f"expiry {n}", lambda _: True, lambda w: w.spawn(w.expire()))
+    world.link("dev/3", over("dev/1"), subscribe((b"u", 1)))
+
+
+@scenario(faults=1)
+def history_is_lost_under_a_session(world: World) -> None:
+    """410 at CONNECT and after it, with subscription changes under way."""
+    world.forgets = True
+    world.link("dev/1", subscribe((b"t", 1), (b"u", 1)), settled(), drop())
+    world.link("pub/1", over("dev/1"), publish(b"t", 1), publish(b"u", 1), settled())
+    world.event(
+        "history is pruned",
+        lambda w: asked("pub/1").ready(_link(w, "pub/1")),
+        lambda w: w.spawn(w.prune()),
+    )
+    world.link("dev/2", asked("pub/1"), unsubscribe(b"t"), subscribe((b"v", 1)), pipelines=True)
+    world.link("dev/3", asked("pub/1"), droppable=True)
+
+
+@scenario(faults=1)
+def reset_that_its_client_never_heard_of(world: World) -> None:
+    """A session is reset by a CONNECT whose client leaves: the next one is told."""
+    world.forgets = True
+    world.link("dev/1", subscribe((b"t", 1)), settled(), drop())
+    world.link("pub/1", over("dev/1"), publish(b"t", 1), settled(), disconnect())
+    world.event("history is pruned", lambda w: _link(w, "pub/1").gone, lambda w: w.spawn(w.prune()))
+    world.link("dev/2", until("pruned", lambda w: "pruned" in w.flags), droppable=True)
+    world.link("dev/3", over("dev/2"))
+
+
+@scenario(slow=frozenset({"authenticate"}), settings=Settings(takeover_timeout_s=1.0))
+def the_store_hangs(world: World) -> None:
+    """Commits that hang longer than a CONNECT waits."""
+    world.link("dev/1", subscribe((b"t", 1)), will=b"t")
+    world.link("dev/2", subscribe((b"t", 2)), clean=True)
+    world.link("dev/3", subscribe((b"u", 2)), will=b"t")
+    world.link("pub/1", publish(b"t", 1), publish(b"t", 2))
+
+
+@scenario(faults=1)
+def qos2_both_ways_across_connections(world: World) -> None:
+    world.link("dev/1", subscribe((b"t", 2)), publish(b"t", 2), publish(b"t", 2), droppable=True)
+    world.link("dev/2", accepted("dev/1"), publish(b"t", 2), droppable=True)
+    world.link("dev/3", over("dev/1"), publish(b"t", 1))
+
+
+@scenario(faults=1)
+def somebody_else_s_client_id(world: World) -> None:
+    """P14, and the wills of a session that a stranger asks for."""
+    world.link("dev/1", subscribe((b"t", 1)), will=b"t", user=b"owner")
+    world.link("dev/2", user=b"stranger", will=b"t")
+    world.link("dev/3", user=b"stranger", clean=True)
+    world.link("dev/4", over("dev/2"), over("dev/3"), user=b"owner")
+
+
+@scenario(settings=Settings(max_inflight=1), faults=1)
+def a_slow_client_with_a_small_window(world: World) -> None:
+    world.link("dev/1", subscribe((b"t", 2)), settled(), droppable=True)
+    world.link("pub/1", asked("dev/1"), *(publish(b"t", 1 + n % 2) for n in range(5)))
+    world.link("dev/2", until("delivered", lambda w: bool(_link(w, "dev/1").received)))
+
+
+@scenario(guarded=True, slow=frozenset({"may_receive", "may_publish"}), faults=1)
+def slow_topic_plugins(world: World) -> None:
+    world.link("dev/1", subscribe((b"t", 1)), settled(), droppable=True)
+    world.link("pub/1", asked("dev/1"), publish(b"t", 1), publish(b"t", 2), publish(b"t", 0))
+    world.link("dev/2", over("dev/1"), unsubscribe(b"u"), publish(b"t", 1))
+
+
+@scenario(faults=1)
+def the_broker_stops(world: World) -> None:
+    world.stops = True
+    world.link("dev/1", subscribe((b"t", 1)), publish(b"t", 1), will=b"t")
+    world.link("dev/2", subscribe((b"t", 2)), publish(b"t", 2), clean=True)
+    world.event("the broker stops", lambda _: True, lambda w: w.spawn(w.hub.stop()))
