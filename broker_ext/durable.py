@@ -70,7 +70,7 @@ class DurableSession(Session):
 
     durable: ClassVar[bool] = True
 
-    def __init__(  # noqa: PLR0913 - as the base
+    def __init__(
         self,
         hub: Hub,
         peer: Peer,

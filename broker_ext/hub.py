@@ -121,7 +121,7 @@ class Hub:
             await asyncio.wait_for(self.committer.drain(), DRAIN_S)
         except TimeoutError:
             # no traceback: it says nothing about the disk
-            log.error(  # noqa: TRY400
+            log.error(
                 "the store does not take the last writes; they were never acknowledged"
             )
 

@@ -81,7 +81,7 @@ class RetainedStore:
     def _expired(self, message: Entry) -> bool:
         return 0 < message.expires_ms <= self.committer.clock.now_ms()
 
-    def keep(  # noqa: PLR0913, PLR0917 - the fields of a message
+    def keep(
         self,
         topic: bytes,
         payload: bytes,

@@ -133,7 +133,7 @@ class Router:
             (durable if qos and session.durable else direct).append((session, qos))
         return Route(log, durable, direct)
 
-    def publish(  # noqa: PLR0913 - the fields of a message; this is the hot path
+    def publish(
         self,
         topic: bytes,
         payload: bytes,

@@ -80,7 +80,7 @@ class Session:
 
     durable: ClassVar[bool] = False
 
-    def __init__(  # noqa: PLR0913 - the facts of a CONNECT
+    def __init__(
         self,
         hub: Hub,
         peer: Peer,
@@ -111,7 +111,7 @@ class Session:
 
     # --------------------------------------------------------------- from the publisher
 
-    def receive(  # noqa: PLR0913 - the fields of a PUBLISH
+    def receive(
         self,
         topic: bytes,
         payload: bytes,
@@ -277,7 +277,7 @@ class TransientSession(Session):
     """A session that ends with its connection. Its queue is bounded: beyond
     ``max_queued_messages`` a new message is dropped and counted."""
 
-    def __init__(  # noqa: PLR0913 - as the base
+    def __init__(
         self,
         hub: Hub,
         peer: Peer,

@@ -249,13 +249,17 @@ class FilterCount(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LogState:
-    """The history as one transaction saw it. floor: nothing at or below is promised any more."""
+    """The history as one transaction saw it. floor: nothing at or below is promised any more.
+
+    bytes: what the history takes on disk; the rest of the database is not in it.
+    """
 
     db_id: str
     generation: str
     boot: int
     head: int
     floor: int
+    bytes: int = 0
 
 
 class Loss(NamedTuple):
@@ -451,6 +455,7 @@ class Prune:
 
     through: forced: delete entries at or below it even if a consumer still needs them (hard caps);
         0 = none forced.
+    older_than_ms: forced: delete blocks stored before it, likewise; 0 = none forced.
     before_ms: of what no consumer needs, keep blocks stored at or after it (retain_for).
     marks_max: topics that have nothing left keep their pruned_through mark until there are more
         than this many marks; then the lowest ones fold into the coarse floor.
@@ -461,6 +466,7 @@ class Prune:
     before_ms: int
     blocks_max: int
     marks_max: int = 100_000
+    older_than_ms: int = 0
 
 
 class Pruned(NamedTuple):
@@ -540,6 +546,10 @@ Accept: TypeAlias = Callable[[bytes], int]
 """topic -> highest granted QoS of the filters that match, 0 = none. Called in the store's reader
 thread, once per distinct topic of a block: it must be pure over an immutable snapshot."""
 
+Missed: TypeAlias = Callable[[bytes, int], bool]
+"""(topic, pruned offset) -> whether the reader would have received that entry. Topic b"" = one that
+is no longer known. Called as ``Accept`` is."""
+
 
 @runtime_checkable
 class Store(Protocol):
@@ -570,10 +580,12 @@ class Store(Protocol):
         filters: Sequence[bytes] = (),
         entries_max: int,
         bytes_max: int,
+        missed: Missed | None = None,
     ) -> Chunk:
         """Read entries with offset > after that ``accept`` takes, in order.
 
         filters: the filters behind ``accept``, for the planner (by topic or by scan); empty = scan.
+        missed: which pruned entries count as a loss; None = those whose topic ``accept`` takes.
         A chunk has at least one entry if there is one, however large; at most entries_max.
         Raises EntryDamaged (offset, topic if known) when a matching entry, or one whose topic
         cannot be told, fails its checksum; StoreUnavailable when the disk does not answer.

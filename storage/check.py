@@ -54,7 +54,7 @@ def _count(txn: ReadTxn, space: Space) -> int:
 
 
 def _ends(ends: Ends) -> Iterator[str]:
-    if not ends.coarse <= ends.floor <= ends.head:
+    if not max(ends.coarse, ends.floor) <= ends.head:
         yield f"coarse {ends.coarse}, floor {ends.floor} and head {ends.head} are out of order"
     if not ends.indexed <= ends.head:
         yield f"the index goes to {ends.indexed}, the head is {ends.head}"
@@ -76,12 +76,13 @@ class _Blocks:
     def __init__(self, txn: ReadTxn, ends: Ends) -> None:
         self.txn = txn
         self.ends = ends
-        self.begin = self.expected = self.blocks = self.rows = 0
+        self.begin = self.expected = self.blocks = self.rows = self.bytes = 0
         self.is_sound = True
 
     def one(self, first: int, raw: bytes) -> Iterator[str]:
         """A block, and what the index has of it."""
         self.blocks += 1
+        self.bytes += len(raw)
         if self.expected not in (0, first):
             yield f"entries {self.expected} to {first - 1} are missing"
         self.begin = self.begin or first
@@ -122,6 +123,8 @@ class _Blocks:
             yield f"history ends with {self.expected - 1}, the head is {ends.head}"
         if self.blocks != ends.blocks:
             yield f"there are {self.blocks} blocks, {ends.blocks} are counted"
+        if self.bytes != ends.bytes:
+            yield f"the blocks have {self.bytes} bytes, {ends.bytes} are counted"
         found = 0
         for key, packed in self.txn.scan(Space.TOPIC_INDEX, U64.pack(UNKNOWN + 1)):
             firsts = named(key, packed)
@@ -162,8 +165,8 @@ def _marks(txn: ReadTxn, ends: Ends) -> Iterator[str]:
         marks += 1
         number = int.from_bytes(packed_id, "big")
         mark = int.from_bytes(packed, "big")
-        if not 0 < mark <= ends.floor:
-            yield f"topic {number} is pruned through {mark}, the floor is {ends.floor}"
+        if not 0 < mark <= ends.head:
+            yield f"topic {number} is gone through {mark}, the head is {ends.head}"
         if txn.get(Space.MARK_ORDER, packed + packed_id) is None:
             yield f"the mark of topic {number} is not in order"
         if txn.get(Space.TOPIC_NAME, packed_id) is None:
@@ -272,7 +275,7 @@ class _Walk:
                     yield f"the held message {delivery.offset} of a delivery is not there"
             elif delivery.offset == 0:
                 yield f"delivery {delivery.packet_id} is of no entry"
-            if not (1 <= delivery.packet_id and 1 <= delivery.qos <= 2):
+            if not (delivery.packet_id >= 1 and 1 <= delivery.qos <= 2):
                 yield f"delivery {delivery.packet_id} with QoS {delivery.qos} cannot be"
 
     def _indexes(self, record: Record) -> Iterator[str]:

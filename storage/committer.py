@@ -128,7 +128,7 @@ class Committer:
 
     # ------------------------------------------------------------------ filling a batch
 
-    def append(  # noqa: PLR0913, PLR0917 - the fields of an Entry; this is the hot path
+    def append(
         self,
         topic: bytes,
         payload: bytes,

@@ -10,15 +10,14 @@ Rule 2. A file that is there is opened or refused, never replaced.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from abc import ABC, abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from storage import consumers, engine, history
-from storage.api import Batch, Chunk, Consumer, Entry, LogState, Opened, Outcome, Snapshot
 from storage.check import check
-from storage.engine import Engine
 from storage.errors import (
     StoreCorrupt,
     StoreError,
@@ -44,10 +43,23 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from storage.api import Accept
+    from storage.api import (
+        Accept,
+        Batch,
+        Chunk,
+        Consumer,
+        Entry,
+        LogState,
+        Loss,
+        Missed,
+        Opened,
+        Outcome,
+        Snapshot,
+    )
+    from storage.engine import Engine
     from storage.kv import Database, ReadTxn, WriteTxn
 
-__all__ = ["DurableStore", "Durability"]
+__all__ = ["Durability", "DurableStore"]
 
 T = TypeVar("T")
 Durability = Literal["fsync", "os"]
@@ -66,7 +78,7 @@ class DurableStore(ABC):
         it, so that it survives a crash of the process but perhaps not of the machine.
     """
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, directory: Path, *, durability: Durability = "fsync") -> None:
         self.directory = directory
@@ -247,10 +259,10 @@ class DurableStore(ABC):
     def _commit(self, batch: Batch, database: Database) -> list[Outcome] | BaseException:
         """Apply and commit a batch, or nothing of it. In the writer's thread."""
         writer = self._engine
-        assert writer is not None, "an open store has an engine"  # noqa: S101
+        assert writer is not None, "an open store has an engine"
         try:
             outcomes = database.write(partial(writer.apply, batch), frees=engine.frees(batch))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the submitter is told
+        except Exception as error:
             writer.aborted()
             return error
         writer.committed()
@@ -277,18 +289,28 @@ class DurableStore(ABC):
         filters: Sequence[bytes] = (),
         entries_max: int,
         bytes_max: int,
+        missed: Missed | None = None,
     ) -> Chunk:
         """Read entries with offset > after that ``accept`` takes; see storage.api.Store.
 
         Goes on in a new transaction when a slice found nothing: what one of them checked holds
         for what it read, so the chunk is as if it were read in one.
         """
-        bounds = {"filters": filters, "entries_max": entries_max, "bytes_max": bytes_max}
+        bounds = {
+            "filters": filters,
+            "entries_max": entries_max,
+            "bytes_max": bytes_max,
+            "missed": missed,
+        }
+        lost: list[Loss] = []
         while True:
             work = partial(history.read, after=after, accept=accept, **bounds)  # type: ignore[arg-type]
             chunk = await self._read(work)
-            if chunk.entries or chunk.loss or chunk.through >= chunk.head:
-                return chunk
+            if chunk.loss is not None:
+                lost.append(chunk.loss)
+            if chunk.entries or chunk.through >= chunk.head:
+                loss = max(lost, key=lambda loss: loss.pruned_through, default=None)
+                return chunk._replace(loss=loss)
             after = chunk.through
 
     async def fetch(self, offsets: Sequence[int]) -> list[Entry]:
@@ -318,8 +340,6 @@ class DurableStore(ABC):
 
 
 def _unavailable(error: OSError) -> StoreError:
-    import errno
-
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return StoreFull(f"no space: {error.filename or error.strerror}")
     return StoreUnavailable(f"{error.filename}: {error.strerror}")

@@ -13,6 +13,7 @@ Rule 2. ``accept`` is asked once for each topic and read.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from storage.api import Chunk, Entry
@@ -26,7 +27,7 @@ from storage.topics import TAIL_BLOCKS_MAX, UNKNOWN, Tail, candidates, is_in, ma
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from storage.api import Accept
+    from storage.api import Accept, Missed
     from storage.kv import ReadTxn, WriteTxn
     from storage.meta import Identity
 
@@ -83,6 +84,7 @@ class History:
             txn.put(Space.HISTORY, U64.pack(first), raw)
             ends.head = last
             ends.blocks += 1
+            ends.bytes += len(raw)
             self.tail.add(first, topics, len(raw))
             if self.tail.is_long():
                 self.tail.index(txn, ends)
@@ -106,6 +108,7 @@ def read(
     filters: Sequence[bytes],
     entries_max: int,
     bytes_max: int,
+    missed: Missed | None = None,
 ) -> Chunk:
     """One slice of a read (storage.api.Store.read): stops at SLICE_BYTES_MAX of blocks, too.
 
@@ -120,8 +123,9 @@ def read(
         return qos
 
     loss = None
-    if after < ends.floor:
-        loss = Marks(txn, ends).loss(after, filters, lambda topic, _: not topic or grant(topic) > 0)
+    if after < ends.head:
+        is_missed = missed or (lambda topic, _: not topic or grant(topic) > 0)
+        loss = Marks(txn, ends).loss(after, filters, is_missed)
     start = max(after, ends.floor)
     if start >= ends.head:
         return Chunk([], ends.head, ends.head, loss)
@@ -130,28 +134,20 @@ def read(
     return Chunk(reading.taken, through, ends.head, loss)
 
 
+@dataclass(slots=True)
 class _Reading:
     """The work on each block, whatever the plan.
 
     start: entries above it are wanted.
     """
 
-    def __init__(
-        self,
-        txn: ReadTxn,
-        ends: Ends,
-        grant: Accept,
-        start: int,
-        entries_max: int,
-        bytes_max: int,
-    ) -> None:
-        self.txn = txn
-        self.ends = ends
-        self.grant = grant
-        self.start = start
-        self.entries_max = entries_max
-        self.bytes_left = bytes_max
-        self.taken: list[tuple[Entry, int]] = []
+    txn: ReadTxn
+    ends: Ends
+    grant: Accept
+    start: int
+    entries_max: int
+    bytes_left: int
+    taken: list[tuple[Entry, int]] = field(default_factory=list)
 
     def run(self, blocks: Iterator[tuple[int, bytes | None]]) -> int:
         """Take entries; up to where everything was read."""

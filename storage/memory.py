@@ -38,6 +38,7 @@ from storage.api import (
     FilterCount,
     LogState,
     Loss,
+    Missed,
     Op,
     Opened,
     Outcome,
@@ -172,7 +173,7 @@ class MemoryStore:
         result: list[Outcome] | BaseException
         try:
             result = self._apply_whole(batch)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the submitter is told
+        except Exception as error:
             result = error
         self._pending.popleft()
         if not self._pending:
@@ -384,7 +385,7 @@ class MemoryStore:
         blocks = payload_bytes = 0
         more = False
         while (stored := tables.history.get(floor + 1)) is not None:
-            is_forced = floor + 1 <= op.through
+            is_forced = floor + 1 <= op.through or stored.stored_ms < op.older_than_ms
             is_needed = floor + 1 > needed_after
             if not is_forced and (is_needed or stored.stored_ms >= op.before_ms):
                 break
@@ -470,9 +471,10 @@ class MemoryStore:
         after: int,
         accept: Accept,
         *,
-        filters: Sequence[bytes] = (),  # noqa: ARG002 - a dict of entries needs no plan
+        filters: Sequence[bytes] = (),
         entries_max: int,
         bytes_max: int,
+        missed: Missed | None = None,
     ) -> Chunk:
         """Scan from ``after`` on; entry bytes are counted as topic and payload."""
         self._must_be_open()
@@ -480,7 +482,12 @@ class MemoryStore:
         lost = [
             Loss(topic, pruned_through)
             for topic, pruned_through in self._marks()
-            if pruned_through > after and (topic == b"" or accept(topic))
+            if pruned_through > after
+            and (
+                missed(topic, pruned_through)
+                if missed is not None
+                else topic == b"" or accept(topic) > 0
+            )
         ]
         loss = max(lost, key=lambda loss: loss.pruned_through, default=None)
         accepted: dict[bytes, int] = {}
@@ -539,7 +546,10 @@ class MemoryStore:
 
     def _log(self) -> LogState:
         ends = self._tables.ends
-        return LogState(self._db_id, self._generation, self._boot, ends.head, ends.floor)
+        stored_bytes = sum(len(s.entry.payload) for s in self._tables.history.values())
+        return LogState(
+            self._db_id, self._generation, self._boot, ends.head, ends.floor, stored_bytes
+        )
 
     async def check(self) -> list[str]:
         """Walk every invariant of the tables; one sentence for each violation."""

@@ -4,7 +4,8 @@ Three rows in Space.META, each with a checksum of its own:
 
     b"format"    u32 FORMAT
     b"identity"  16s db_id, 16s generation, u64 boot
-    b"ends"      u64 head, floor, coarse, indexed, next_topic, next_consumer, marks, blocks
+    b"ends"      u64 head, floor, coarse, indexed, next_topic, next_consumer, marks, blocks,
+                 bytes
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ _ENDS_KEY: Final = b"ends"
 _CRC: Final = Struct(">I")
 _FORMAT: Final = Struct(">I")
 _IDENTITY: Final = Struct(">16s16sQ")
-_ENDS: Final = Struct(">QQQQQQQQ")
+_ENDS: Final = Struct(">QQQQQQQQQ")
 
 
-class MetaDamaged(Exception):  # noqa: N818 - becomes StoreCorrupt where the path is known
+class MetaDamaged(Exception):
     """A row is missing, or is not what was written."""
 
 
@@ -75,6 +76,7 @@ class Ends:
     coarse: nothing at or below it is promised of topics that were forgotten.
     indexed: the index by topic knows every block up to here (storage.topics).
     next_topic, next_consumer: the ids to be given next. marks, blocks: rows there are.
+    bytes: of all blocks.
     """
 
     head: int = 0
@@ -85,6 +87,7 @@ class Ends:
     next_consumer: int = 1
     marks: int = 0
     blocks: int = 0
+    bytes: int = 0
 
     def values(self) -> tuple[int, ...]:
         """All of them, in the order they are stored in."""
@@ -97,6 +100,7 @@ class Ends:
             self.next_consumer,
             self.marks,
             self.blocks,
+            self.bytes,
         )
 
     def write(self, txn: WriteTxn) -> None:
@@ -105,7 +109,9 @@ class Ends:
 
     def log(self, identity: Identity) -> LogState:
         """As the outside sees it."""
-        return LogState(identity.db_id, identity.generation, identity.boot, self.head, self.floor)
+        return LogState(
+            identity.db_id, identity.generation, identity.boot, self.head, self.floor, self.bytes
+        )
 
 
 def read_format(txn: ReadTxn) -> int:

@@ -6,8 +6,10 @@ per message can be invented, so marks are bounded: above ``marks_max`` the lowes
 *coarse* floor, and topics that have nothing else left are forgotten. The lowest go first whether
 their topic has entries left or not: a mark at or below the coarse floor says nothing more.
 
-Rule 1. mark <= floor and coarse <= floor. All three only rise, in the transaction that deletes.
-Rule 2. A consumer above the floor lost nothing, and is asked no more.
+Rule 1. Marks, the coarse floor and the floor only rise, in the transaction that deletes. What is
+        pruned is at or below the floor; a mark or a coarse floor above it tells of what was
+        damaged and is gone (storage.repair).
+Rule 2. A consumer above all three lost nothing, and is asked no more.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class Marks:
         is_missed: (topic, pruned offset) -> whether it would. Topic b"" = one that was forgotten.
         filters: behind ``is_missed``, so that exact ones are looked up; empty = not known.
         """
-        if after >= self._ends.floor:
+        if after >= self._ends.floor and not self._is_below_damage(after):
             return None
         found = None
         if self._ends.coarse > after and is_missed(b"", self._ends.coarse):
@@ -78,6 +80,14 @@ class Marks:
             if is_missed(*loss):
                 return loss
         return None
+
+    def _is_below_damage(self, after: int) -> bool:
+        """Whether something above ``after`` is gone though it is above the floor."""
+        if after < self._ends.coarse:
+            return True
+        for key, _ in self._txn.scan(Space.MARK_ORDER, reverse=True):
+            return after < int.from_bytes(key[:8], "big")
+        return False
 
     def _mark(self, topic: bytes) -> Loss:
         number = topic_id(self._txn, topic)
@@ -114,13 +124,14 @@ class _Pruning:
         ends = self._ends
         through = min(self._op.through, ends.head)
         unneeded = low_water(self._txn, ends)
-        if max(through, unneeded) > ends.indexed:
+        if max(through, unneeded) > ends.indexed or self._op.older_than_ms:
             self._history.tail.index(self._txn, ends)
         while (row := next(self._txn.scan(Space.HISTORY), None)) is not None:
             key, raw = row
             block = _Old(self._txn, ends, key, raw)
             is_old = block.stored_ms < self._op.before_ms
-            if block.last > through and not (block.last <= unneeded and is_old):
+            is_forced = block.last <= through or block.stored_ms < self._op.older_than_ms
+            if not is_forced and not (block.last <= unneeded and is_old):
                 if through > ends.floor:
                     self._lost.update(block.last_of_topics(through))
                     ends.floor = through
@@ -136,6 +147,7 @@ class _Pruning:
             self.blocks += 1
             self.payload_bytes += block.body_bytes
             ends.blocks -= 1
+            ends.bytes -= len(raw)
             ends.floor = max(ends.floor, block.last)
         return False
 
@@ -146,6 +158,8 @@ class _Pruning:
             before = self._txn.get(Space.MARK, packed_id)
             if before is None:
                 self._ends.marks += 1
+            elif int.from_bytes(before, "big") >= offset:
+                continue  # it tells of damage above
             else:
                 self._txn.delete(Space.MARK_ORDER, before + packed_id)
             self._txn.put(Space.MARK, packed_id, U64.pack(offset))
@@ -202,7 +216,7 @@ def _fold(txn: WriteTxn, history: History, marks_max: int) -> None:
         following = U64.pack(int.from_bytes(packed_id, "big") + 1)
         if next(txn.scan(Space.TOPIC_INDEX, packed_id, following), None) is None:
             name = txn.get(Space.TOPIC_NAME, packed_id)
-            assert name is not None, "a mark has a topic"  # noqa: S101
+            assert name is not None, "a mark has a topic"
             txn.delete(Space.TOPIC, key_of(name))
             txn.delete(Space.TOPIC_NAME, packed_id)
             history.tail.forget(name)
