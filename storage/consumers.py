@@ -50,6 +50,7 @@ from storage.retention import Marks
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from storage.api import Loss
     from storage.history import History
     from storage.meta import Ends
 
@@ -62,7 +63,9 @@ __all__ = [
     "discard",
     "expire",
     "find",
+    "loss_of",
     "page",
+    "put_anew",
     "read_snapshot",
     "snapshot",
     "subscribe",
@@ -133,7 +136,6 @@ def read_snapshot(txn: ReadTxn, ends: Ends, record: Record) -> Snapshot:
     """A consumer with all that is stored for it."""
     subscriptions = subscriptions_of(txn, record.id)
     claims = claims_of(txn, record.id)
-    position = min(record.cursor, lowest_unsettled(claims) - 1)
     try:
         held = {
             int.from_bytes(number, "big"): decode_message(raw)
@@ -141,11 +143,6 @@ def read_snapshot(txn: ReadTxn, ends: Ends, record: Record) -> Snapshot:
         }
     except Damage:
         raise RecordDamaged(record.id) from None
-    durable = [sub for sub in subscriptions if sub.qos > 0]
-    loss = None
-    if durable and position < ends.floor:
-        filters = [sub.filter for sub in durable]
-        loss = Marks(txn, ends).loss(position, filters, partial(_is_missed, durable))
     return Snapshot(
         record.consumer,
         tuple(subscriptions),
@@ -155,8 +152,24 @@ def read_snapshot(txn: ReadTxn, ends: Ends, record: Record) -> Snapshot:
             int.from_bytes(packet_id, "big")
             for packet_id, _ in rows_of(txn, Space.INBOUND, record.id)
         ),
-        loss,
+        loss_of(txn, ends, record, subscriptions, claims),
     )
+
+
+def loss_of(
+    txn: ReadTxn,
+    ends: Ends,
+    record: Record,
+    subscriptions: list[Subscription],
+    claims: list[Claim],
+) -> Loss | None:
+    """What a consumer would have received, and what is gone; see storage.api.Snapshot."""
+    durable = [sub for sub in subscriptions if sub.qos > 0]
+    if not durable:
+        return None
+    position = min(record.cursor, lowest_unsettled(claims) - 1)
+    filters = [sub.filter for sub in durable]
+    return Marks(txn, ends).loss(position, filters, partial(_is_missed, durable))
 
 
 def _is_missed(durable: list[Subscription], topic: bytes, pruned: int) -> bool:
@@ -386,6 +399,23 @@ def detach(txn: WriteTxn, _: History, op: Detach) -> None:
     keep = op.keep_expiry and op.expiry_s is None
     expiry_s = record.consumer.expiry_s if keep else op.expiry_s
     _set_presence(txn, record, detached_ms=op.now_ms, expiry_s=expiry_s)
+    _checkpoint(txn, record)
+    _save(txn, record)
+
+
+def put_anew(txn: WriteTxn, record: Record, subscriptions: list[Subscription]) -> None:
+    """Write a consumer into a database that is built anew, with every row that is found by
+    something else than the consumer. Its claims are there already."""
+    txn.put(Space.CLIENT, key_of(record.client_id), U64.pack(record.id))
+    record.durable = 0
+    record.indexed = NONE
+    for sub in subscriptions:
+        key = U64.pack(record.id) + filter_hash(sub.filter)
+        txn.put(Space.SUBSCRIPTION, key, encode_subscription(record.id, sub))
+        _count(txn, record, sub, +1)
+    _note_needed(txn, record)
+    expiry_s = record.consumer.expiry_s
+    _set_presence(txn, record, detached_ms=record.detached_ms, expiry_s=expiry_s)
     _checkpoint(txn, record)
     _save(txn, record)
 

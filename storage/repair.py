@@ -1,0 +1,611 @@
+"""Building a sound database out of what is left of a damaged one.
+
+Nothing is mended in place: every row that is as it was written goes into a new file, byte by byte,
+and everything that can be derived (indexes, counts, orders) is derived again. The damaged files
+are kept as they are. So a repair cannot make damage worse, and whatever was left out is still
+there for whoever wants to look at it.
+
+What becomes of damage:
+
+An entry of a block: a *gravestone* takes its offset, and its topic's mark rises to it. Sessions
+    that had not had it are told 410.
+The table of a block: entries that are sound stay; the others as above, for each topic of the block.
+A block, damaged or missing: gravestones; the marks of the topics that the index names for it rise,
+    or the coarse floor where it does not know them. At the old end the floor rises instead.
+Record, subscription, claim or held message of a session: the session is left out, and is told
+    Session Present = 0.
+A retained message, a will: it is left out, and the operator is told.
+An index, a count, an order: derived again. A mark and its order that differ: the higher one.
+Identity or ends: from the sidecar, and above every offset that is known; a new generation, so that
+    every session is told 409.
+The whole file: a new database that goes on above every offset that the sidecar knows. There are no
+    sessions in it: each is told Session Present = 0.
+
+A gravestone is an entry with the topic GRAVESTONE, which no filter can match: so offsets stay
+gapless, and a reader that lost nothing passes it. The mark it leaves is above the floor, which only
+a repair does (storage.retention); it tells every position below it, a session's or another's, that
+an entry of this topic is gone, before CONNACK. A delivery that is under way of an entry that is
+gone is told in the same way, since a position is below its deliveries; where the session has no
+longer a filter that matches, no mark tells, and it is left out like one whose claim is damaged.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from storage.api import BLOCK_ENTRIES_MAX, HELD, RECEIVED, Claim, Entry, Loss, Subscription
+from storage.blocks import Block, Damage, decode_message, encode_block
+from storage.consumers import loss_of, put_anew, rows_of
+from storage.errors import RecordDamaged
+from storage.history import History
+from storage.identity import mint, new_identity
+from storage.kv import U64, U64_U16, U64_U64, ReadTxn, Space, WriteTxn
+from storage.meta import Ends, Identity, MetaDamaged, read_ends, read_identity
+from storage.names import KEPT_BYTES, key_of
+from storage.records import (
+    Record,
+    decode_claim,
+    decode_subscription,
+    decode_will,
+    encode_claim,
+)
+from storage.salvage import Salvage
+from storage.topics import UNKNOWN, named
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from storage.identity import Sidecar
+    from storage.kv import Database
+
+__all__ = ["GRAVESTONE", "Repaired", "Reset", "rebuild"]
+
+GRAVESTONE: Final = b"$\x00gone"
+"""Begins with $, so that no wildcard of the first level matches it, and has a NUL, so that no
+filter is equal to it [MQTT-4.7.2-1, MQTT-4.7.3-2]."""
+
+BATCH_BYTES: Final = 4 << 20
+BATCH_CONSUMERS: Final = 200
+"""Written in one transaction."""
+
+_OWN: Final = (Space.SUBSCRIPTION, Space.CLAIM, Space.HELD, Space.INBOUND)
+
+LISTED_MAX: Final = 1000
+"""Sentences of one kind that are told one by one."""
+
+
+class Reset(NamedTuple):
+    """A session that lost something. client_id: b"" = cannot be told; a long one may be cut.
+
+    is_removed: its record was left out; else it is there, and its next CONNECT is told 410.
+    """
+
+    client_id: bytes
+    reason: str
+    is_removed: bool
+
+
+@dataclass(slots=True)
+class Repaired:
+    """What a repair did. done: sentences. lost_entries: how many. minted: why a generation was, or
+    "". identity, head: of the new database."""
+
+    done: list[str] = field(default_factory=list)
+    resets: list[Reset] = field(default_factory=list)
+    lost_entries: int = 0
+    minted: str = ""
+    identity: Identity = field(default_factory=new_identity)
+    head: int = 0
+
+    def say(self, sentence: str) -> None:
+        """Tell what was done, up to LISTED_MAX times."""
+        if len(self.done) < LISTED_MAX:
+            self.done.append(sentence)
+
+
+def rebuild(source: Database | None, target: Database, sidecar: Sidecar | None) -> Repaired:
+    """Fill ``target``, which was created and is empty, with what is sound in ``source``.
+
+    source: None = it cannot be opened at all. sidecar: None = there is none that can be read.
+    """
+    return _Rebuild(Salvage(source), target, sidecar).run(is_lost=source is None)
+
+
+class _Lost(Exception):
+    """Something of a session is gone. Its text says what."""
+
+
+class _Piece(NamedTuple):
+    """A block to be written."""
+
+    first: int
+    last: int
+    raw: bytes
+    topics: tuple[bytes, ...]
+
+
+class _Session(NamedTuple):
+    """A session to be written. rows: of claims, held messages and inbound ids."""
+
+    record: Record
+    subscriptions: list[Subscription]
+    claims: list[Claim]
+    rows: list[tuple[Space, bytes, bytes]]
+
+
+class _Rebuild:
+    """One repair. marks: topic -> last offset that is gone. gone: (low, high) of entries."""
+
+    def __init__(self, source: Salvage, target: Database, sidecar: Sidecar | None) -> None:
+        self.source = source
+        self.target = target
+        self.sidecar = sidecar
+        self.marks: dict[bytes, int] = {}
+        self.gone: list[tuple[int, int]] = []
+        self.stored_ms = 0
+        self.report = Repaired()
+        self.names: dict[bytes, bytes] = {}
+        self.ends = Ends()
+        self.old: Ends | None = None
+
+    def run(self, *, is_lost: bool) -> Repaired:
+        """All steps: what a later one needs to know of what is gone, an earlier one has found."""
+        report = self.report
+        if is_lost:
+            report.say("the file cannot be opened: nothing of it could be read")
+        self._identity()
+        self._read_marks()
+        records = self._records()
+        history = History(report.identity, self.ends)
+        self._write_history(history, records)
+        self.ends = history.ends
+        self._write_marks()
+        self._write_sessions(records)
+        self._write_messages()
+        report.head = self.ends.head
+        report.lost_entries = sum(high - low + 1 for low, high in self.gone)
+        for gap in self.source.gaps:
+            report.say(f"rows of kind {gap.space.name.lower()} could not be read")
+        return report
+
+    # ------------------------------------------------------------------------ identity, marks
+
+    def _identity(self) -> None:
+        """Decide identity and ends."""
+        report, sidecar = self.report, self.sidecar
+        identity = self.source.read(_identity)
+        self.old = self.source.read(_ends)
+        if identity is None:
+            report.minted = "its identity was damaged"
+            report.say("the identity is damaged: a new generation")
+            if sidecar is not None:
+                report.identity = Identity(sidecar.db_id, sidecar.generation, sidecar.boot)
+            report.identity = mint(report.identity)
+        elif self.old is None:
+            report.minted = "its ends were damaged"
+            report.say("the ends of the history are damaged: a new generation")
+            report.identity = mint(identity)
+        else:
+            report.identity = identity
+        if self.old is not None:
+            old = self.old
+            self.ends.coarse = min(old.coarse, old.head)
+            self.ends.next_consumer = old.next_consumer
+
+    def _read_marks(self) -> None:
+        """Marks by name, the higher one where a mark and its place in the order differ."""
+        self.names = dict(self.source.rows(Space.TOPIC_NAME))
+        found: dict[bytes, int] = {}
+        for packed_id, packed in self.source.rows(Space.MARK):
+            found[packed_id] = int.from_bytes(packed, "big")
+        for key, _ in self.source.rows(Space.MARK_ORDER):
+            found[key[8:]] = max(found.get(key[8:], 0), int.from_bytes(key[:8], "big"))
+        most = self.old.head if self.old else max(found.values(), default=0)
+        for packed_id, mark in found.items():
+            self._mark(self.names.get(packed_id), min(mark, most))
+        if any(gap.space in {Space.MARK, Space.TOPIC_NAME} for gap in self.source.gaps):
+            self._mark(None, self.old.floor if self.old else most)
+
+    def _mark(self, topic: bytes | None, offset: int) -> None:
+        """An entry is gone. topic: None = of any topic."""
+        if topic is None:
+            self.ends.coarse = max(self.ends.coarse, offset)
+        else:
+            self.marks[topic] = max(self.marks.get(topic, 0), offset)
+
+    def _write_marks(self) -> None:
+        ends = self.ends
+        marks = {t: m for t, m in self.marks.items() if m > ends.coarse}
+
+        def work(txn: WriteTxn) -> tuple[int, ...]:
+            number = ends.next_topic
+            for topic, mark in marks.items():
+                packed_id = txn.get(Space.TOPIC, key_of(topic))
+                if packed_id is None:
+                    packed_id = U64.pack(number)
+                    number += 1
+                    txn.put(Space.TOPIC, key_of(topic), packed_id)
+                    txn.put(Space.TOPIC_NAME, packed_id, topic)
+                txn.put(Space.MARK, packed_id, U64.pack(mark))
+                txn.put(Space.MARK_ORDER, U64.pack(mark) + packed_id, b"")
+            done = Ends(*ends.values())
+            done.next_topic, done.marks = number, len(marks)
+            done.write(txn)
+            self.report.identity.write(txn)
+            return done.values()
+
+        self.ends = Ends(*self.target.write(work))
+
+    # -------------------------------------------------------------------------------- history
+
+    def _write_history(self, history: History, records: dict[int, Record]) -> None:
+        """Write the blocks, as many in a transaction as BATCH_BYTES takes."""
+        head = self._least_head(records)
+        batch: list[_Piece] = []
+        size = 0
+        for piece in self._pieces(head):
+            batch.append(piece)
+            size += len(piece.raw)
+            if size > BATCH_BYTES:
+                self._append(history, batch)
+                batch, size = [], 0
+        self._append(history, batch)
+
+    def _append(self, history: History, batch: list[_Piece]) -> None:
+        def work(txn: WriteTxn) -> None:
+            history.aborted()
+            ends = history.ends
+            ends.floor, ends.coarse = self.ends.floor, self.ends.coarse
+            ends.head = max(ends.head, self.ends.floor)
+            for piece in batch:
+                txn.put(Space.HISTORY, U64.pack(piece.first), piece.raw)
+                ends.head = piece.last
+                ends.blocks += 1
+                ends.bytes += len(piece.raw)
+                history.tail.add(piece.first, piece.topics, len(piece.raw))
+                if history.tail.is_long():
+                    history.tail.index(txn, ends)
+            ends.write(txn)
+
+        self.target.write(work)
+        history.committed()
+
+    def _least_head(self, records: dict[int, Record]) -> int:
+        """The head, or what it cannot have been below: no offset is ever given again."""
+        if self.old is not None:
+            return self.old.head
+        known = [self.ends.coarse, *self.marks.values()]
+        known += [record.cursor for record in records.values()]
+        if self.sidecar is not None:
+            known.append(self.sidecar.head)
+        return max(known)
+
+    def _pieces(self, head: int) -> Iterator[_Piece]:
+        """Blocks from the floor to the head without a gap. Finds the floor, marks and ``gone``."""
+        old = self.old
+        ends = self.ends
+        ends.floor = old.floor if old is not None else 0
+        expected = ends.floor + 1
+        is_first = True
+        for key, raw in self.source.rows(Space.HISTORY):
+            first = int.from_bytes(key, "big")
+            pieces = self._sound(first, raw)
+            if pieces is None:
+                continue  # its place is a hole
+            last = pieces[-1].last
+            if last <= ends.floor or (first < expected and not is_first):
+                self.report.say(f"the block of {first} is in the way of another, and left out")
+                continue
+            if first > expected:
+                if is_first and old is None:
+                    self._mark(None, first - 1)
+                    ends.floor = first - 1
+                else:
+                    yield from self._hole(expected, first - 1, is_oldest=is_first)
+            is_first = False
+            yield from pieces
+            expected = last + 1
+        if expected <= head:
+            yield from self._hole(expected, head, is_oldest=is_first)
+
+    def _sound(self, first: int, raw: bytes) -> list[_Piece] | None:
+        """A block as it is; or anew, with gravestones; None if nothing of it can be told."""
+        try:
+            block = Block(first, raw)
+        except Damage:
+            self.report.say(f"the block of {first} is damaged")
+            return None
+        self.stored_ms = block.stored_ms
+        entries: list[Entry] = []
+        lost = 0
+        for position in range(block.count):
+            try:
+                entries.append(block.entry(position))
+            except Damage:
+                lost += 1
+                entries.append(self._gravestone(block, position))
+        if block.is_sound and not lost:
+            topics = tuple(block.topics())
+            return [_Piece(first, block.last, raw, topics)]
+        if not lost:
+            self.report.say(f"the table of the block of {first} is damaged, its entries are not")
+        return list(self._encoded(entries))
+
+    def _gravestone(self, block: Block, position: int) -> Entry:
+        offset = block.first + position
+        topics: Iterable[bytes] = set(block.names)
+        if block.is_sound:
+            topics = [block.names[block.rows()[position][3]]]
+        for topic in topics:
+            if topic != GRAVESTONE:
+                self._mark(topic, offset)
+        self._is_gone(offset, offset)
+        return Entry(offset, GRAVESTONE, b"", 1)
+
+    def _hole(self, low: int, high: int, *, is_oldest: bool) -> Iterator[_Piece]:
+        """Entries that are gone with their blocks."""
+        topics = self._topics_of(low, high)
+        for topic in topics if topics is not None else (None,):
+            self._mark(topic, high)
+        self._is_gone(low, high)
+        if is_oldest:
+            self.ends.floor = high
+            return
+        for start in range(low, high + 1, BLOCK_ENTRIES_MAX):
+            stop = min(start + BLOCK_ENTRIES_MAX, high + 1)
+            yield from self._encoded([Entry(n, GRAVESTONE, b"", 1) for n in range(start, stop)])
+
+    def _encoded(self, entries: list[Entry]) -> Iterator[_Piece]:
+        at = 0
+        while at < len(entries):
+            first = entries[at].offset
+            raw, count, topics = encode_block(entries, at, self.stored_ms)
+            at += count
+            yield _Piece(first, entries[at - 1].offset, raw, tuple(topics))
+
+    def _is_gone(self, low: int, high: int) -> None:
+        if low == high:
+            self.report.say(f"entry {low} is gone")
+        else:
+            self.report.say(f"entries {low} to {high} are gone")
+        if self.gone and self.gone[-1][1] == low - 1:
+            low = self.gone.pop()[0]
+        self.gone.append((low, high))
+
+    def _topics_of(self, low: int, high: int) -> set[bytes] | None:
+        """Topics that the index names for blocks that are gone; None = it cannot tell."""
+        if self.old is None or high > self.old.indexed:
+            return None
+
+        def work(txn: ReadTxn) -> set[int]:
+            return {
+                int.from_bytes(key[:8], "big")
+                for key, packed in txn.scan(Space.TOPIC_INDEX)
+                if any(low <= first <= high for first in named(key, packed))
+            }
+
+        numbers = self.source.read(work)
+        if not numbers or UNKNOWN in numbers:
+            return None
+        topics = {self.names.get(U64.pack(number)) for number in numbers}
+        known = {topic for topic in topics if topic is not None}
+        return known if len(known) == len(topics) else None
+
+    # ------------------------------------------------------------------------------- sessions
+
+    def _records(self) -> dict[int, Record]:
+        """Sound records by id; those that are not are told as resets."""
+        keys = {int.from_bytes(i, "big"): key for key, i in self.source.rows(Space.CLIENT)}
+        found: dict[int, Record] = {}
+        for packed_id, raw in self.source.rows(Space.CONSUMER):
+            number = int.from_bytes(packed_id, "big")
+            try:
+                found[number] = Record.unpack(number, raw)
+            except RecordDamaged:
+                self._reset(_client_of(keys.get(number, b"")), "its record was damaged")
+        known = {key_of(record.client_id) for record in found.values()}
+        reported = {reset.client_id for reset in self.report.resets}
+        for number, key in keys.items():
+            if number not in found and key not in known and _client_of(key) not in reported:
+                self._reset(_client_of(key), "its record was missing")
+        owners: dict[bytes, int] = {}
+        for number, record in sorted(found.items()):
+            other = owners.setdefault(record.client_id, number)
+            if other != number:
+                named_id = next((i for i in (other, number) if keys.get(i) is not None), number)
+                dropped = other if named_id == number else number
+                owners[record.client_id] = named_id
+                self.report.say(f"consumer {dropped} has a client id twice, and is left out")
+                del found[dropped]
+        top = max([*found, *keys, 0]) + 1
+        self.ends.next_consumer = max(self.ends.next_consumer, top)
+        return found
+
+    def _reset(self, client_id: bytes, reason: str, *, is_removed: bool = True) -> None:
+        self.report.resets.append(Reset(client_id, reason, is_removed))
+
+    def _write_sessions(self, records: dict[int, Record]) -> None:
+        suspects = self._suspects(records)
+        batch: list[_Session] = []
+        for record in records.values():
+            try:
+                batch.append(self._session(record, suspects))
+            except _Lost as lost:
+                self._reset(record.client_id, str(lost))
+            if len(batch) == BATCH_CONSUMERS:
+                self._write_batch(batch)
+                batch = []
+        self._write_batch(batch)
+
+    def _suspects(self, records: dict[int, Record]) -> list[tuple[int, int]]:
+        """Ids of consumers that may have lost rows: (low, high). Counts rows of nobody, too."""
+        orphans = 0
+        for space in _OWN:
+            for key, _ in self.source.rows(space):
+                orphans += int.from_bytes(key[:8], "big") not in records
+        if orphans:
+            self.report.say(f"{orphans} rows belong to no session that is there, and are left out")
+        return [
+            (
+                int.from_bytes(gap.after[:8], "big"),
+                (1 << 64) - 1 if gap.before is None else int.from_bytes(gap.before[:8], "big"),
+            )
+            for gap in self.source.gaps
+            if gap.space in _OWN
+        ]
+
+    def _session(self, record: Record, suspects: list[tuple[int, int]]) -> _Session:
+        """A session with all that it has. Raises _Lost."""
+        if any(low <= record.id <= high for low, high in suspects):
+            raise _Lost("some of its rows could not be read")
+        rows = self.source.read(
+            lambda txn: {space: list(rows_of(txn, space, record.id)) for space in _OWN}
+        )
+        if rows is None:
+            raise _Lost("its rows could not be read")
+        number = record.id
+        try:
+            subs = [decode_subscription(number, raw) for _, raw in rows[Space.SUBSCRIPTION]]
+            claims = [
+                decode_claim(number, int.from_bytes(key, "big"), raw)
+                for key, raw in rows[Space.CLAIM]
+            ]
+        except RecordDamaged:
+            raise _Lost("a subscription or a claim was damaged") from None
+        held: list[tuple[int, bytes]] = []
+        for key, raw in rows[Space.HELD]:
+            try:
+                decode_message(raw)
+            except Damage:
+                raise _Lost("a message held for it was damaged") from None
+            held.append((int.from_bytes(key, "big"), raw))
+        if len([sub for sub in subs if sub.qos > 0]) != record.durable:
+            raise _Lost("a subscription was missing")
+        if len({sub.filter for sub in subs}) != len(subs):
+            raise _Lost("a subscription was there twice")
+        _must_fit(claims, {n for n, _ in held})
+        record.next_claim = max([record.next_claim, *(claim.number + 1 for claim in claims)])
+        record.next_held = max([record.next_held, *(n + 1 for n, _ in held)])
+        if not 1 <= record.next_packet_id <= 0xFFFF:
+            record.next_packet_id = 1
+        inbound = [int.from_bytes(key, "big") for key, _ in rows[Space.INBOUND]]
+        written = [
+            (Space.CLAIM, U64_U64.pack(number, claim.number), encode_claim(number, claim))
+            for claim in claims
+        ]
+        written += [(Space.HELD, U64_U64.pack(number, n), raw) for n, raw in held]
+        written += [
+            (Space.INBOUND, U64_U16.pack(number, packet_id), b"")
+            for packet_id in inbound
+            if 1 <= packet_id <= 0xFFFF
+        ]
+        return _Session(record, subs, claims, written)
+
+    def _write_batch(self, batch: list[_Session]) -> None:
+        """Tell who lost what is gone, and write those who are there."""
+        losses = self.target.read(
+            lambda txn: [
+                loss_of(txn, self.ends, session.record, session.subscriptions, session.claims)
+                for session in batch
+            ]
+        )
+        there: list[_Session] = []
+        for session, loss in zip(batch, losses, strict=True):
+            if self._is_told(session, loss):
+                there.append(session)
+
+        def work(txn: WriteTxn) -> None:
+            for session in there:
+                for space, key, value in session.rows:
+                    txn.put(space, key, value)
+                put_anew(txn, session.record, session.subscriptions)
+
+        self.target.write(work)
+
+    def _is_told(self, session: _Session, loss: Loss | None) -> bool:
+        """Whether a session stays; what it lost is told."""
+        client_id = session.record.client_id
+        if loss is not None:
+            reason = f"history it had not had is gone, through {loss.pruned_through}"
+            self._reset(client_id, reason, is_removed=False)
+            return True
+        for claim in session.claims:
+            for delivery in claim.deliveries:
+                if not delivery.state & (HELD | RECEIVED) and self._holds(delivery.offset):
+                    self._reset(client_id, f"a delivery of entry {delivery.offset} is gone")
+                    return False
+        return True
+
+    def _holds(self, offset: int) -> bool:
+        """Whether an entry is among those that are gone."""
+        at = bisect_right(self.gone, (offset, 1 << 64)) - 1
+        return at >= 0 and offset <= self.gone[at][1]
+
+    # ------------------------------------------------------------------------ single messages
+
+    def _write_messages(self) -> None:
+        """Retained messages and wills, and the ends once more, which are whole now."""
+        rows: list[tuple[Space, bytes, bytes]] = []
+        for row, (key, raw) in enumerate(self.source.rows(Space.RETAINED)):
+            try:
+                message = decode_message(raw)
+            except Damage:
+                name = _client_of(key).decode(errors="replace")
+                self.report.say(f"retained message {row} of topic {name!r} is damaged, left out")
+                continue
+            if message.payload:
+                rows.append((Space.RETAINED, key_of(message.topic), raw))
+        for row, (incarnation, raw) in enumerate(self.source.rows(Space.WILL)):
+            try:
+                decode_will(incarnation, raw)
+            except RecordDamaged:
+                self.report.say(f"will {row} is damaged, left out")
+                continue
+            rows.append((Space.WILL, incarnation, raw))
+
+        def work(some: list[tuple[Space, bytes, bytes]], txn: WriteTxn) -> None:
+            for space, key, value in some:
+                txn.put(space, key, value)
+            self.ends.write(txn)
+
+        for at in range(0, len(rows) + 1, 1000):
+            self.target.write(partial(work, rows[at : at + 1000]))
+
+
+def _must_fit(claims: list[Claim], held: set[int]) -> None:
+    """Deliveries that cannot be. Raises _Lost."""
+    deliveries = [delivery for claim in claims for delivery in claim.deliveries]
+    if len({delivery.packet_id for delivery in deliveries}) != len(deliveries):
+        raise _Lost("two of its deliveries had one packet id")
+    for delivery in deliveries:
+        if delivery.state & HELD:
+            if delivery.offset not in held:
+                raise _Lost("a message held for it was missing")
+        elif delivery.offset == 0:
+            raise _Lost("a delivery was of no entry")
+        if not (delivery.packet_id and 1 <= delivery.qos <= 2):
+            raise _Lost("a delivery could not be")
+
+
+def _client_of(key: bytes) -> bytes:
+    """The name behind a key; of a long one its beginning."""
+    if len(key) > KEPT_BYTES:
+        return key[:KEPT_BYTES] + b"..."
+    return key.rstrip(b"\x00")
+
+
+def _identity(txn: ReadTxn) -> Identity | None:
+    try:
+        return read_identity(txn)
+    except MetaDamaged:
+        return None
+
+
+def _ends(txn: ReadTxn) -> Ends | None:
+    try:
+        return read_ends(txn)
+    except MetaDamaged:
+        return None
