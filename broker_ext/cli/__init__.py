@@ -54,7 +54,7 @@ def _amqtt_durable() -> None:
 
 
 @app.command()
-def serve(  # noqa: PLR0913, PLR0917 - one parameter per option is how typer works
+def serve(
     data: Annotated[
         Path | None,
         typer.Option(help="Data directory.  [default: ./amqtt-durable-data]", show_default=False),
@@ -105,7 +105,7 @@ def serve(  # noqa: PLR0913, PLR0917 - one parameter per option is how typer wor
 
 
 @app.command()
-def demo(  # noqa: PLR0913, PLR0917 - one parameter per option is how typer works
+def demo(
     store: Annotated[Store | None, typer.Option(help="Store of the broker.")] = None,
     seconds: Annotated[
         float, typer.Option(min=1, max=3600, help="How long the sensors publish.")

@@ -8,7 +8,7 @@ from __future__ import annotations
 __all__ = ["CannotServe", "root_cause"]
 
 
-class CannotServe(Exception):  # noqa: N818 - reads as what it says
+class CannotServe(Exception):
     """The broker cannot be started as asked; the text is one line for a person."""
 
 

@@ -34,7 +34,7 @@ CONNACK = b"\x20\x02\x00\x00"
 DISCONNECT = b"\xe0\x00"
 
 
-class DemoFailed(Exception):  # noqa: N818 - reads as what it says
+class DemoFailed(Exception):
     """The demo could not be carried out; the text is for a person."""
 
 

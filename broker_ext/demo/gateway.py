@@ -47,7 +47,6 @@ class Gateway:
         self.connections: list[Connection] = []
         self.subscribed = threading.Event()
         self.connected = False
-        self.last_arrival_ms = 0
         self._seed = seed
         self._messages: list[_Message] = []
         self._distinct: set[tuple[str, bytes]] = set()
@@ -152,7 +151,6 @@ class Gateway:
     def _on_message(
         self, _client: paho.Client, _userdata: object, message: paho.MQTTMessage
     ) -> None:
-        self.last_arrival_ms = now_ms()
         body = bytes(message.payload)
         self._messages.append(
             _Message(
@@ -160,7 +158,7 @@ class Gateway:
                 body,
                 message.qos,
                 message.dup,
-                self.last_arrival_ms,
+                now_ms(),
                 len(self.connections) - 1,
             )
         )

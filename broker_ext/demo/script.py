@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Schedule", "Stage", "play"]
 
 CONNECT_MS = 20_000
-FINISH_MS = 30_000  # until the last acknowledgement, after the sensors stopped
+UNANSWERED_MS = 10_000  # sensors that see no acknowledgement for so long will see none
 QUIET_MS = 5_000  # a gateway that is given nothing for so long will be given nothing more
 SETTLE_MS = 1_000  # a duplicate would come right behind
 UNDER_WAY_MS = 200  # readings are under way every few ms; the kill should hit some
@@ -65,7 +65,7 @@ class Outcome:
 class Stage:
     """The broker, the fleet and the gateway of one run; leaving it ends them all."""
 
-    def __init__(  # noqa: PLR0913 - what a run is made of
+    def __init__(
         self,
         folder: Path,
         plugins: dict[str, Any],
@@ -154,7 +154,9 @@ def _sessions_survive(stage: Stage, *, sensors: int, duration_ms: int) -> Outcom
     at(schedule.end_ms)
     say("the sensors have said all; waiting for the last acknowledgements")
     fleet.pause()
-    stage.wait(lambda: fleet.pending == 0, FINISH_MS)
+    _wait_while_it_goes_on(
+        stage, lambda: fleet.pending == 0, lambda: fleet.acknowledged, UNANSWERED_MS
+    )
     say("the gateway receives the rest")
     _drain(stage)
     ended_ms = now_ms()
@@ -172,14 +174,21 @@ def _sessions_survive(stage: Stage, *, sensors: int, duration_ms: int) -> Outcom
 def _drain(stage: Stage) -> None:
     """Wait until all that was acknowledged arrived, or nothing comes any more; then for copies."""
     fleet, gateway = stage.fleet, stage.gateway
-    from_ms = now_ms()
-
-    def complete() -> bool:
-        return gateway.delivered >= fleet.acknowledged
-
-    def quiet() -> bool:
-        return now_ms() - max(from_ms, gateway.last_arrival_ms) > QUIET_MS
-
-    while not stage.wait(lambda: complete() or quiet(), QUIET_MS):
-        pass  # it is neither complete nor quiet: it goes on
+    _wait_while_it_goes_on(
+        stage,
+        lambda: gateway.delivered >= fleet.acknowledged,
+        lambda: gateway.delivered,
+        QUIET_MS,
+    )
     stage.wait(lambda: False, SETTLE_MS)
+
+
+def _wait_while_it_goes_on(
+    stage: Stage, complete: Callable[[], bool], count: Callable[[], int], quiet_ms: int
+) -> None:
+    """Wait until it is complete, or the count has not moved for `quiet_ms`."""
+    before = -1
+    while (now := count()) != before:
+        before = now
+        if stage.wait(complete, quiet_ms):
+            return
