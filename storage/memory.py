@@ -173,7 +173,7 @@ class MemoryStore:
         result: list[Outcome] | BaseException
         try:
             result = self._apply_whole(batch)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the submitter is told
             result = error
         self._pending.popleft()
         if not self._pending:
@@ -471,7 +471,7 @@ class MemoryStore:
         after: int,
         accept: Accept,
         *,
-        filters: Sequence[bytes] = (),
+        filters: Sequence[bytes] = (),  # noqa: ARG002 - a dict of entries needs no plan
         entries_max: int,
         bytes_max: int,
         missed: Missed | None = None,
