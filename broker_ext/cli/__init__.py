@@ -1,20 +1,27 @@
 """The command line `amqtt-durable`: `serve` runs a durable broker, `demo` shows what it is for.
 
+`backup`, `restore`, `migrate` and `check` are what an operator does to a data directory.
+
 Each command is declared here and imports what it needs when it runs: `serve` must listen soon,
 so it never pays for paho or rich, and `--help` pays for neither. A further command is one more
 `@app.command()` whose body imports its own module.
 
-Exit codes: 0 done; 1 it could not be done, or the demo counted a broken promise; 2 wrong
-arguments; 3 the demo could not be carried out; 130 interrupted.
+Exit codes: 0 done; 1 it could not be done, a check found damage (and did not repair it), or the
+demo counted a broken promise; 2 wrong arguments; 3 the demo could not be carried out; 130
+interrupted.
 """
 
 from __future__ import annotations
 
+import contextlib
 from enum import StrEnum
-from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["app", "main"]
 
@@ -144,6 +151,105 @@ def demo(
         plain=plain,
     )
     raise typer.Exit(the_demo.run(options))
+
+
+DataOption = Annotated[
+    Path | None,
+    typer.Option("--data", help="Data directory.  [default: ./amqtt-durable-data]"),
+]
+
+
+@app.command()
+def backup(
+    target: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory for the copy.")],
+    data: DataOption = None,
+    check_copy: Annotated[
+        bool, typer.Option("--check/--no-check", help="Check the copy before it is reported.")
+    ] = True,
+) -> None:
+    """Copy the store to DIR, also while a broker serves it.
+
+    The copy is one committed state. DIR appears when it is complete and on disk.
+    """
+    with _told():
+        from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
+
+        if not operations.backup(target, _data(data), is_checked=check_copy):
+            raise typer.Exit(1)
+
+
+@app.command()
+def restore(
+    backup: Annotated[Path, typer.Argument(metavar="BACKUP", help="What `backup` has made.")],
+    data: DataOption = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Set a store that is there aside, as DATA.replaced-<time>."),
+    ] = False,
+) -> None:
+    """Put a backup in the place of the store, in a new generation. Not while a broker runs."""
+    with _told():
+        from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
+
+        operations.restore(backup, _data(data), is_forced=force)
+
+
+@app.command()
+def migrate(
+    source: Annotated[Store, typer.Option("--from", help="What the store is.")],
+    target: Annotated[Store, typer.Option("--to", help="What it is to be.")],
+    data: DataOption = None,
+    to_data: Annotated[
+        Path | None,
+        typer.Option(help="Put the new store there, and leave the old one.", show_default=False),
+    ] = None,
+) -> None:
+    """Move the store to the other backend, compared and checked. Not while a broker runs.
+
+    The old files are kept beside it. A crash in the middle leaves them untouched.
+    """
+    with _told():
+        from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
+
+        operations.migrate(source.value, target.value, _data(data), to_data)
+
+
+@app.command()
+def check(
+    data: DataOption = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Set aside what is damaged, and say who will be reset."),
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Walk every invariant of a store that no broker serves, and print its figures.
+
+    Exits with 0 if it is sound (or was repaired), else 1.
+    """
+    with _told():
+        from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
+
+        if not operations.check(_data(data), is_repaired=repair, as_json=as_json):
+            raise typer.Exit(1)
+
+
+def _data(data: Path | None) -> Path:
+    from broker_ext.cli.serving import DEFAULT_DATA  # noqa: PLC0415 - not for `--help`
+
+    return data if data is not None else DEFAULT_DATA
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Tell what cannot be done in one line, with exit code 1."""
+    from broker_ext.cli.errors import CannotOperate  # noqa: PLC0415
+
+    try:
+        yield
+    except CannotOperate as exc:
+        typer.echo(f"amqtt-durable: {exc}", err=True)
+        raise typer.Exit(1) from exc
 
 
 def main() -> None:

@@ -1,15 +1,20 @@
 """Errors of the command line.
 
 CannotServe     the broker cannot be started as asked
+CannotOperate   a backup, restore, migration or check cannot be carried out
 """
 
 from __future__ import annotations
 
-__all__ = ["CannotServe", "root_cause"]
+__all__ = ["CannotOperate", "CannotServe", "root_cause"]
 
 
 class CannotServe(Exception):
     """The broker cannot be started as asked; the text is one line for a person."""
+
+
+class CannotOperate(Exception):
+    """An operation cannot be carried out; the text is one line for a person: what, what to do."""
 
 
 def root_cause(exc: BaseException) -> str:
