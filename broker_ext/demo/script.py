@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["Outcome", "Schedule", "Stage", "play"]
 
 CONNECT_MS = 20_000
-UNANSWERED_MS = 10_000  # sensors that see no acknowledgement for so long will see none
+UNANSWERED_MS = 6_000  # sensors that see no acknowledgement for so long will see none
 QUIET_MS = 5_000  # a gateway that is given nothing for so long will be given nothing more
 SETTLE_MS = 1_000  # a duplicate would come right behind
 UNDER_WAY_MS = 200  # readings are under way every few ms; the kill should hit some
