@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 __all__ = [
+    "GRAVESTONE",
     "Block",
     "Damage",
     "Encoded",
@@ -69,6 +70,12 @@ _FLAGS: Final = 0x04
 _HAS_EXPIRY: Final = 0x10
 _HAS_PROPERTIES: Final = 0x20
 _MASK: Final = 0xFFFFFFFF
+
+
+GRAVESTONE: Final = b"$\x00gone"
+"""Topic of an entry that stands where a damaged one was (storage.repair). It begins with $, so that
+no wildcard of the first level matches it, and has a NUL, so that no filter is equal to it
+[MQTT-4.7.2-1, MQTT-4.7.3-2]: nobody receives it, and who asks for it by its offset is told."""
 
 
 class Damage(Exception):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from storage.api import Chunk, Entry
-from storage.blocks import Block, Damage, encode_block
+from storage.blocks import GRAVESTONE, Block, Damage, encode_block
 from storage.errors import EntryDamaged, EntryGone
 from storage.kv import U64, Space
 from storage.meta import Ends, read_ends
@@ -271,9 +271,12 @@ def fetch(txn: ReadTxn, offsets: Sequence[int]) -> list[Entry]:
         if block is None or offset > block.last:
             block = _block_with(txn, offset)
         try:
-            found[offset] = block.entry(offset - block.first)
+            entry = block.entry(offset - block.first)
         except Damage:
             raise EntryDamaged(offset) from None
+        if entry.topic == GRAVESTONE:
+            raise EntryGone(offset)
+        found[offset] = entry
     return [found[offset] for offset in offsets]
 
 

@@ -21,12 +21,12 @@ Identity or ends: from the sidecar, and above every offset that is known; a new 
 The whole file: a new database that goes on above every offset that the sidecar knows. There are no
     sessions in it: each is told Session Present = 0.
 
-A gravestone is an entry with the topic GRAVESTONE, which no filter can match: so offsets stay
-gapless, and a reader that lost nothing passes it. The mark it leaves is above the floor, which only
-a repair does (storage.retention); it tells every position below it, a session's or another's, that
-an entry of this topic is gone, before CONNACK. A delivery that is under way of an entry that is
-gone is told in the same way, since a position is below its deliveries; where the session has no
-longer a filter that matches, no mark tells, and it is left out like one whose claim is damaged.
+A gravestone is an entry that no filter can match: so offsets stay gapless, and a reader that lost
+nothing passes it. The mark it leaves is above the floor, which only a repair does
+(storage.retention); it tells every position below it, a session's or another's, that an entry of
+this topic is gone, before CONNACK. A delivery that is under way of an entry that is gone is below
+the mark too; where the session has no longer a filter that matches, it is told when the entry is
+fetched (EntryGone). So no session that is sound by itself is left out.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from storage.api import BLOCK_ENTRIES_MAX, HELD, RECEIVED, Claim, Entry, Loss, Subscription
-from storage.blocks import Block, Damage, decode_message, encode_block
+from storage.blocks import GRAVESTONE, Block, Damage, decode_message, encode_block
 from storage.consumers import loss_of, put_anew, rows_of
 from storage.errors import RecordDamaged
 from storage.history import History
@@ -61,11 +61,7 @@ if TYPE_CHECKING:
     from storage.identity import Sidecar
     from storage.kv import Database
 
-__all__ = ["GRAVESTONE", "Repaired", "Reset", "rebuild"]
-
-GRAVESTONE: Final = b"$\x00gone"
-"""Begins with $, so that no wildcard of the first level matches it, and has a NUL, so that no
-filter is equal to it [MQTT-4.7.2-1, MQTT-4.7.3-2]."""
+__all__ = ["Repaired", "Reset", "rebuild"]
 
 BATCH_BYTES: Final = 4 << 20
 BATCH_CONSUMERS: Final = 200
@@ -512,32 +508,30 @@ class _Rebuild:
                 for session in batch
             ]
         )
-        there: list[_Session] = []
         for session, loss in zip(batch, losses, strict=True):
-            if self._is_told(session, loss):
-                there.append(session)
+            self._tell(session, loss)
 
         def work(txn: WriteTxn) -> None:
-            for session in there:
+            for session in batch:
                 for space, key, value in session.rows:
                     txn.put(space, key, value)
                 put_anew(txn, session.record, session.subscriptions)
 
         self.target.write(work)
 
-    def _is_told(self, session: _Session, loss: Loss | None) -> bool:
-        """Whether a session stays; what it lost is told."""
+    def _tell(self, session: _Session, loss: Loss | None) -> None:
+        """Tell what a session that stays has lost."""
         client_id = session.record.client_id
         if loss is not None:
             reason = f"history it had not had is gone, through {loss.pruned_through}"
             self._reset(client_id, reason, is_removed=False)
-            return True
+            return
         for claim in session.claims:
             for delivery in claim.deliveries:
                 if not delivery.state & (HELD | RECEIVED) and self._holds(delivery.offset):
-                    self._reset(client_id, f"a delivery of entry {delivery.offset} is gone")
-                    return False
-        return True
+                    reason = f"entry {delivery.offset}, under way to it, is gone"
+                    self._reset(client_id, reason, is_removed=False)
+                    return
 
     def _holds(self, offset: int) -> bool:
         """Whether an entry is among those that are gone."""
