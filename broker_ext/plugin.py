@@ -34,7 +34,8 @@ class DurableSessionPlugin(BasePlugin[Any]):
 
     @dataclass
     class Config:
-        """Options in YAML; names with '-' or '_'."""
+        """Options in YAML. Names are written with '_': amqtt takes them as they stand, so that
+        'max-inflight' is refused as unknown, like any other option that is not here."""
 
         data: str = "amqtt-durable-data"
         """Directory of the database; made if it is not there."""
@@ -102,8 +103,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
     def __init__(self, context: BrokerContext) -> None:
         super().__init__(context)
         self.hub: Hub | None = None
-        broker: Any = context._broker_instance  # noqa: SLF001 - the only way to the broker
-        self._seam = Seam(broker)
+        self._seam = Seam(context)
 
     async def on_broker_pre_start(self) -> None:
         """Open the store and take over the connections."""

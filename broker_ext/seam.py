@@ -1,13 +1,27 @@
 """The one file that touches amqtt's insides.
 
-``RELIES_ON`` lists every attribute of amqtt that is used here and is not documented for plugins, as
-read in amqtt 0.12.1. ``check`` compares it with the installed amqtt before anything is replaced, so
-that an upgrade fails by name before it fails a device; ``tests/broker/test_seam.py`` pins each.
+``RELIES_ON`` and its companions list every attribute of amqtt that is used here and is not
+documented for plugins, as read in amqtt 0.12.1. They are compared with the installed amqtt before
+anything is replaced, so that an upgrade fails by name before it fails a device;
+``tests/seam/test_check.py`` pins each.
 
 How it works: in ``on_broker_pre_start``, before the listeners bind, the connection callbacks of the
 broker object (``stream_connected``, ``ws_connected``, ``external_connected``) are replaced by ours,
-and so are the four calls behind its plugin contexts. amqtt stays the broker: listeners, TLS, YAML,
+and so are the calls behind its plugin contexts. amqtt stays the broker: listeners, TLS, YAML,
 authentication and topic plugins, events, ``$SYS``.
+
+What other plugins see (``BrokerContext``):
+
+    sessions, get_session   clients that are connected, and durable sessions that came to rest since
+                            the start: those that amqtt would show too, AT_REST_SHOWN_MAX at most
+    subscriptions           theirs
+    retained_messages       all; what is set or deleted in it is retained or removed
+    broadcast_message       is durable like a client's PUBLISH before it returns
+    retain_message          is durable before it returns
+    add_subscription        is saved before it returns; for a client that is not connected, in a
+                            durable session that belongs to the first user who connects with its id
+    session.retained_messages   what a plugin queues for a session at rest is delivered, once its
+                            client connects; we never queue there
 
 Mind: amqtt schedules ``on_*`` events without waiting and drops what they raise; so nothing here
 that a promise hangs on is an event.
@@ -59,6 +73,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine
 
     from amqtt.adapters import ReaderAdapter, WriterAdapter
+    from amqtt.broker import BrokerContext
     from websockets.asyncio.server import ServerConnection
 
     from broker_ext.connection import Transport
@@ -90,6 +105,8 @@ RELIES_ON: Final[tuple[tuple[object, str], ...]] = (
     (Server, "release_connection"),
     (PluginManager, "fire_event"),
     (AmqttSession, "_init_states"),
+    (AmqttSession, "_on_enter_connected"),
+    (AmqttSession, "_on_enter_disconnected"),
 )
 """What must exist on amqtt's classes (read in 0.12.1)."""
 
@@ -103,6 +120,9 @@ RELIES_ON_INSTANCE: Final = (
     "listeners_config",
 )
 """What must exist on a broker object when it makes its plugins (read in 0.12.1)."""
+
+RELIES_ON_SERVER: Final = ("instance", "semaphore", "listener_name")
+"""What must exist on a listener's Server object (read in 0.12.1)."""
 
 RELIES_ON_MANAGER: Final = (
     "_auth_plugins",
@@ -134,6 +154,8 @@ def check(broker: Any) -> None:
         f"{getattr(o, '__name__', o)}.{name}" for o, name in RELIES_ON if not hasattr(o, name)
     ]
     missing += [f"Broker().{name}" for name in RELIES_ON_INSTANCE if not hasattr(broker, name)]
+    server = Server("", None)  # type: ignore[arg-type]
+    missing += [f"Server().{name}" for name in RELIES_ON_SERVER if not hasattr(server, name)]
     _complain(missing)
 
 
@@ -379,9 +401,12 @@ class Turn:
 class Seam:
     """Our hand on one broker. ``install`` in on_broker_pre_start, before the listeners bind."""
 
-    def __init__(self, broker: Any) -> None:
-        check(broker)
-        self.broker = broker
+    def __init__(self, context: BrokerContext) -> None:
+        """Raises SeamError if this is not the amqtt we know."""
+        if not hasattr(context, "_broker_instance"):
+            _complain(["BrokerContext()._broker_instance"])
+        self.broker: Any = context._broker_instance
+        check(self.broker)
         self.hub: Hub | None = None
         self.slow = False
         self._tasks: set[asyncio.Future[Any]] = set()
@@ -845,4 +870,4 @@ def _run_by_script() -> bool:
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name == "amqtt.scripts.broker_script":
         return True
-    return os.path.basename(getattr(main, "__file__", None) or "") == "amqtt"  # noqa: PTH119
+    return os.path.basename(getattr(main, "__file__", None) or "") == "amqtt"

@@ -52,6 +52,8 @@ class Peer(Protocol):
 
     congested: bool
     closed: bool
+    confirmed: bool
+    """The client has sent something since its CONNECT was answered."""
 
     def write(self, data: bytes) -> None:
         """Send bytes, together with what else this turn of the loop brings."""
@@ -102,7 +104,7 @@ class Session:
         self.has_will = False
         self.may_receive: Callable[[bytes], Awaitable[bool]] | None = None
         self._walks: deque[tuple[Iterator[Entry], int]] = deque()
-        self._guarded: deque[tuple[Entry, int]] = deque()
+        self._guarded: deque[tuple[Entry, int, bool]] = deque()
         self._guard_task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -186,20 +188,24 @@ class Session:
             if len(self._guarded) >= self.hub.settings.max_queued_messages:
                 self.hub.figures.dropped_queue += 1
                 return
-            self._guarded.append((entry, qos))
-            if self._guard_task is None:
-                self._guard_task = asyncio.ensure_future(self._guard())
+            self._ask(entry, qos, retain=False)
             return
         self._deliver(entry, qos)
+
+    def _ask(self, entry: Entry, qos: int, *, retain: bool) -> None:
+        self._guarded.append((entry, qos, retain))
+        if self._guard_task is None:
+            self._guard_task = asyncio.ensure_future(self._guard())
 
     async def _guard(self) -> None:
         """Ask the topic plugins for each delivery, in order."""
         try:
             while self._guarded and not self.sealed:
-                entry, qos = self._guarded.popleft()
+                entry, qos, retain = self._guarded.popleft()
                 assert self.may_receive is not None
                 if await self.may_receive(entry.topic) and not self.sealed:
-                    self._deliver(entry, qos)
+                    self._deliver(entry, qos, retain=retain)
+                self._walk()  # retained messages are asked for one by one
         finally:
             self._guard_task = None
 
@@ -256,10 +262,14 @@ class Session:
             if message is None:
                 self._walks.popleft()
                 continue
-            self._deliver(message, min(granted, message.qos), retain=True)
+            qos = min(granted, message.qos)
+            if self.hub.router.guarded and self.may_receive is not None:
+                self._ask(message, qos, retain=True)
+            else:
+                self._deliver(message, qos, retain=True)
 
     def _room_for_retained(self) -> bool:
-        return not self.sealed and not self.peer.congested
+        return not (self.sealed or self.peer.congested or self._guarded)
 
     # ------------------------------------------------------------------------------- end
 
