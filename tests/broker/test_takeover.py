@@ -278,7 +278,7 @@ async def test_a_late_write_of_an_older_incarnation_changes_nothing(
         assert not await session.unsubscribe([b"a"])
     else:
         session.committer.submit(
-            Detach(session.consumer_id, session.incarnation, 1), session._detached
+            Detach(session.consumer_id, session.incarnation, 1), session._written
         )
     await broker.hub.committer.drain()
     session.sealed = True

@@ -1,0 +1,235 @@
+"""P9: a will is published or deleted by the incarnation that stored it alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from broker_ext.wire import Connack
+from storage.errors import StoreFull, StoreUnavailable
+from tests.broker.mqtt import running, will
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from broker_ext.session import Session
+    from storage.api import Will
+    from tests.broker.mqtt import Broker, Client
+
+
+async def wills(broker: Broker) -> list[bytes]:
+    """Payloads of the wills in the store, once everything is written."""
+    await broker.hub.committer.drain()
+    return sorted(w.message.payload for w in broker.store.inner._tables.wills.values())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("clean", [False, True])
+async def test_a_will_is_stored_before_connack(broker: Broker, clean: bool) -> None:
+    gate = broker.store.hang_submit()
+    client = await broker.dial()
+    client.send(client.connect_packet(b"c", clean=clean, will=will(b"w")))
+    await gate.reached.wait()
+    for _ in range(3):
+        await broker.turns(lambda: True)
+    assert not client._packets
+    gate.release()
+    await client.next(Connack)
+    assert await wills(broker) == [b"gone"]
+
+
+async def _cut(client: Client) -> None:
+    await client.cut()
+
+
+async def _malformed(client: Client) -> None:
+    client.send_bytes(b"\xff\xff")
+    await client.closed()
+
+
+async def _silence(client: Client) -> None:
+    hub = client.broker.hub
+    for _ in range(3):
+        hub._look_for_silence()
+        client.broker.clock.advance(ms=100_000)
+    await client.closed()
+
+
+async def _takeover(client: Client) -> None:
+    await client.broker.connect(client.client_id)
+
+
+@pytest.mark.parametrize("end", [_cut, _malformed, _silence, _takeover])
+@pytest.mark.parametrize("qos", [0, 1, 2])
+async def test_a_will_is_published_when_the_connection_ends_without_disconnect(
+    broker: Broker, end: Callable[[Client], Awaitable[None]], qos: int
+) -> None:
+    listener = await broker.subscriber(b"l", (b"w", 2))
+    client = await broker.connect(b"c", keep_alive=60, will=will(b"w", b"gone", qos))
+    await end(client)
+    (packet,) = await listener.publishes(1)
+    assert (packet.payload, packet.qos, packet.retain) == (b"gone", qos, False)
+    assert await wills(broker) == []
+    await listener.quiet()
+
+
+async def test_a_will_is_deleted_by_disconnect(broker: Broker) -> None:
+    listener = await broker.subscriber(b"l", b"w")
+    client = await broker.connect(b"c", will=will(b"w"))
+    await client.disconnect()
+    assert await wills(broker) == []
+    await listener.quiet()
+
+
+async def test_a_retained_will_is_retained(broker: Broker) -> None:
+    client = await broker.connect(b"c", will=will(b"w", b"gone", 1, retain=True))
+    await client.cut()
+    listener = await broker.connect(b"l", clean=True)
+    await listener.subscribe(b"w")
+    (packet,) = await listener.publishes(1)
+    assert (packet.payload, packet.retain) == (b"gone", True)
+
+
+async def test_a_will_and_its_deletion_share_one_commit(broker: Broker) -> None:
+    await broker.sleeper(b"l", b"w")
+    client = await broker.connect(b"c", will=will(b"w"))
+    before = len(broker.store.batches)
+    await client.cut()
+    await broker.hub.committer.drain()
+    (batch,) = [b for b in broker.store.batches[before:] if b.entries]
+    assert [type(op).__name__ for op in batch.ops if type(op).__name__ == "DropWill"] == [
+        "DropWill"
+    ]
+
+
+async def test_the_will_of_an_older_incarnation_does_not_touch_the_newer_one(
+    broker: Broker,
+) -> None:
+    listener = await broker.subscriber(b"l", b"w")
+    await broker.connect(b"c", will=will(b"w", b"first"))
+    second = await broker.connect(b"c", will=will(b"w", b"second"))
+    assert await listener.payloads(1) == [b"first"]
+    assert await wills(broker) == [b"second"]
+    third = await broker.connect(b"c", will=will(b"w", b"third"))
+    assert await listener.payloads(1) == [b"second"]
+    await second.closed()
+    await third.disconnect()
+    assert await wills(broker) == []
+    await listener.quiet()
+
+
+# --------------------------------------------------------------------------- after a crash
+
+
+async def test_after_a_crash_a_will_is_published_once_the_time_to_return_is_over(
+    broker: Broker,
+) -> None:
+    await broker.sleeper(b"l", b"w")
+    for name in (b"1", b"2"):
+        await broker.connect(name, will=will(b"w", name))
+    broker.timers = True
+    await broker.crash_and_restart(will_recovery_delay_s=0.05)
+    back = await broker.connect(b"2", will=will(b"w", b"2 again"))
+    listener = await broker.connect(b"l")
+    assert await listener.payloads(1) == [b"1"]
+    assert await wills(broker) == [b"2 again"]
+    await listener.quiet()
+    await back.disconnect()
+    await broker.crash_and_restart()
+    assert broker.hub.opened.wills == ()
+
+
+async def test_after_a_crash_during_the_time_to_return_the_will_is_still_there(
+    broker: Broker,
+) -> None:
+    await broker.sleeper(b"l", b"w")
+    await broker.connect(b"1", will=will(b"w"))
+    await broker.crash_and_restart()
+    await broker.crash_and_restart()
+    broker.hub.wills.publish_orphans()
+    listener = await broker.connect(b"l")
+    assert await listener.payloads(1) == [b"gone"]
+    assert await wills(broker) == []
+
+
+async def test_wills_after_a_crash_are_deleted_where_so_configured(broker: Broker) -> None:
+    listener = await broker.subscriber(b"l", b"w")
+    await broker.connect(b"1", will=will(b"w"))
+    await broker.crash_and_restart(publish_wills_after_crash=False)
+    broker.hub.wills.publish_orphans()
+    listener = await broker.connect(b"l")
+    await listener.quiet()
+    assert await wills(broker) == []
+
+
+async def test_a_stop_keeps_wills_as_a_crash_does(durable_broker: Broker) -> None:
+    broker = durable_broker
+    await broker.sleeper(b"l", b"w")
+    await broker.connect(b"1", will=will(b"w"))
+    await broker.restart()
+    assert [w.client_id for w in broker.hub.opened.wills] == [b"1"]
+    broker.hub.wills.publish_orphans()
+    listener = await broker.connect(b"l")
+    assert await listener.payloads(1) == [b"gone"]
+    await listener.quiet()
+    await broker.restart()
+    assert broker.hub.opened.wills == ()
+
+
+# ------------------------------------------------------------------------ when things fail
+
+
+async def test_a_connect_whose_will_cannot_be_stored_is_refused_and_has_none(
+    broker: Broker,
+) -> None:
+    for clean in (False, True):
+        broker.store.fail_submit(StoreFull("no space"))
+        client = await broker.dial()
+        assert (await client.connect(b"c", clean=clean, will=will(b"w"))).reason == 3
+        await client.closed()
+        assert await wills(broker) == []
+        assert await broker.history() == []
+
+
+async def test_a_will_of_a_time_when_the_store_fails_is_published_when_it_is_over(
+    broker: Broker,
+) -> None:
+    await broker.sleeper(b"l", b"w")
+    client = await broker.connect(b"c", will=will(b"w"))
+    broker.store.fail_submit(StoreUnavailable("I/O error"), times=2)
+    await client.cut()
+    await broker.hub.committer.drain()
+    assert await broker.history() == [b"gone"]
+    assert await wills(broker) == []
+
+
+async def test_a_will_is_published_only_if_the_topic_plugins_permit_it_then(
+    broker: Broker,
+) -> None:
+    await broker.sleeper(b"l", b"#")
+
+    async def permits(will: Will, session: Session | None) -> bool:
+        assert session is not None
+        assert session.client_id == will.client_id
+        return not will.message.topic.startswith(b"forbidden")
+
+    broker.hub.permits_will = permits
+    for topic in (b"forbidden", b"free"):
+        client = await broker.connect(b"c", will=will(topic, topic))
+        await client.cut()
+    await broker.turns(lambda: not broker.hub.wills._publishing)
+    assert await broker.history() == [b"free"]
+    assert await wills(broker) == []
+
+
+async def test_nobody_is_shown_a_will_twice_over_many_crashes() -> None:
+    async with running() as other:
+        await other.sleeper(b"l", (b"w", 2))
+        for n in range(5):
+            await other.connect(b"c", will=will(b"w", b"%d" % n, 2))
+            await other.crash_and_restart()
+            other.hub.wills.publish_orphans()
+            await other.hub.committer.drain()
+        listener = await other.connect(b"l")
+        assert [p.payload for p in await listener.publishes(5)] == [b"%d" % n for n in range(5)]
+        await listener.quiet()
