@@ -49,6 +49,8 @@ class RetainedStore:
         self.bytes = 0
         self.mirror: RetainedMirror | None = None
         self._topics: TopicTree[Entry] = TopicTree()
+        self._changes = 0
+        self._changed: dict[bytes, int] = {}  # topic -> number of the change that set it
         self._full_logged = False
 
     async def load(self, store: Store) -> None:
@@ -72,10 +74,15 @@ class RetainedStore:
         return message
 
     def match(self, topic_filter: bytes) -> Iterator[Entry]:
-        """The retained messages that a new subscription gets."""
+        """The retained messages that a new subscription gets: those there are now. One that is
+        replaced before its turn comes is passed over: what replaced it was delivered as it was
+        published."""
+        return self._walk(topic_filter, self._changes)
+
+    def _walk(self, topic_filter: bytes, through: int) -> Iterator[Entry]:
         for topic in self._topics.match(topic_filter):
             message = self.get(topic)
-            if message is not None:
+            if message is not None and self._changed[topic] <= through:
                 yield message
 
     def _expired(self, message: Entry) -> bool:
@@ -133,10 +140,13 @@ class RetainedStore:
         if old is not None:
             self._drop(message.topic, old)
         self._topics.put(message.topic, message)
+        self._changes += 1
+        self._changed[message.topic] = self._changes
         self.bytes += len(message.topic) + len(message.payload)
 
     def _drop(self, topic: bytes, old: Entry) -> None:
         self._topics.drop(topic)
+        del self._changed[topic]
         self.bytes -= len(topic) + len(old.payload)
 
 
