@@ -17,13 +17,15 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from broker_ext.outbound import SETTLED, Collected, Flight, Outbound
+from broker_ext.replay import READ_ENTRIES_MAX, Replay, Wanted
 from broker_ext.session import REFUSED, End, Grant, Session
-from broker_ext.topics import matcher, matches
 from broker_ext.wire import PACKET_ID, PUBREL_HEAD
 from storage.api import (
     HELD,
     RECEIVED,
+    RETAINED,
     Advance,
+    Bind,
     Detach,
     Discard,
     Subscribe,
@@ -40,11 +42,11 @@ from storage.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from broker_ext.hub import Hub
     from broker_ext.session import Peer
-    from storage.api import Entry, Outcome, Snapshot
+    from storage.api import Entry, Loss, Outcome, Snapshot
 
 __all__ = ["DurableSession"]
 
@@ -52,8 +54,6 @@ log = logging.getLogger("amqtt_durable.session")
 
 AHEAD_MIN: Final = 256
 """Deliveries claimed ahead of the window: a drain then waits for a commit every few hundred."""
-READ_ENTRIES_MAX: Final = 512
-READ_BYTES_MAX: Final = 256 << 10
 TAIL_WALK_MAX: Final = 512
 """Entries of the committer's tail that a session that is behind looks through itself; when it is
 further behind, the store's planner finds what it missed at less cost."""
@@ -66,7 +66,10 @@ REFUSED_RESUME = End("resume refused")
 
 
 class DurableSession(Session):
-    """A session that survives. Made by the registry after Acquire; ``start`` begins delivery."""
+    """A session that survives. Made by the registry after Acquire; ``start`` begins delivery.
+
+    reset: it took the place of one that could not be resumed, and its client has to hear that.
+    """
 
     durable: ClassVar[bool] = True
 
@@ -80,6 +83,7 @@ class DurableSession(Session):
         user: bytes,
         incarnation: bytes,
         window: int,
+        unbound: bool = False,
     ) -> None:
         super().__init__(
             hub, peer, client_id=client_id, user=user, incarnation=incarnation, window=window
@@ -90,11 +94,16 @@ class DurableSession(Session):
         self.cursor = snapshot.consumer.cursor
         self.saved_cursor = self.cursor
         self.live = False
+        self.verified = False
+        self._unbound = unbound
         self.inbound = set(snapshot.inbound)
         self._from: dict[bytes, int] = {}
-        self._newest_from = 0
-        self._accept: Callable[[bytes], int] | None = None
+        self._replay: Replay | None = None
+        self._skipped = 0
         self._holds = 0
+        self._changing = asyncio.Lock()
+        self._counted = {s.filter for s in snapshot.subscriptions if s.qos}
+        self.reset = False
         self._joined = False
         self._checkpoint = False
         self._received: list[int] = []
@@ -105,7 +114,6 @@ class DurableSession(Session):
         for subscription in snapshot.subscriptions:
             self.subscriptions[subscription.filter] = subscription.qos
             self._from[subscription.filter] = subscription.from_offset
-        self._newest_from = max(self._from.values(), default=0)
         self._due = self.out.restore(snapshot)
 
     def start(self) -> None:
@@ -136,8 +144,8 @@ class DurableSession(Session):
 
     def _deliver_acknowledged(self, entry: Entry, qos: int, *, retain: bool) -> None:
         # a retained message for a new subscription, or one of amqtt's contexts
-        del retain
-        self.out.hold(entry, qos)
+        flags = entry.flags | RETAINED if retain else entry.flags & ~RETAINED
+        self.out.hold(entry._replace(flags=flags), qos)
         self._join(lazy=False)
 
     def _room_for_retained(self) -> bool:
@@ -281,7 +289,7 @@ class DurableSession(Session):
                 flight.qos,
                 flight.packet_id,
                 dup=flight.dup,
-                retain=bool(flight.state & HELD),
+                retain=bool(flight.state & HELD and entry.flags & RETAINED),
             )
             flight.entry = None
             self.hub.figures.delivered += 1
@@ -302,12 +310,12 @@ class DurableSession(Session):
         for flight in left:
             if flight.state & HELD:  # a held message is in the snapshot, or it is gone
                 self._fetching = None
-                self._lose(flight.offset, b"")
+                self._lose(ResumeHistoryUnavailable(self.cursor, flight.offset))
                 return
         try:
             entries = await self.hub.store.fetch([f.offset for f in left])
         except (EntryGone, EntryDamaged) as error:
-            self._lose(error.offset, getattr(error, "topic", b""))
+            self._left_is_gone(left, error)
             return
         except StoreError as error:
             self._unavailable(error)
@@ -320,6 +328,21 @@ class DurableSession(Session):
         if not self.sealed:
             self._send()
 
+    def _left_is_gone(self, left: list[Flight], error: EntryGone | EntryDamaged) -> None:
+        """A delivery that an earlier connection left has lost its message."""
+        if self.sealed:
+            return
+        if self.hub.settings.on_history_pruned == "reset":
+            topic = error.topic if isinstance(error, EntryDamaged) else b""
+            self._lose(ResumeHistoryUnavailable(self.cursor, error.offset, topic))
+            return
+        for flight in left:
+            if flight.offset == error.offset:
+                self.out.drop(flight)
+        self.hub.tell_gap(self.client_id, error.offset - 1, error.offset)
+        self._join(lazy=True)
+        self._send()
+
     # --------------------------------------------------------------------- catching up
 
     def _pump(self) -> None:
@@ -329,7 +352,7 @@ class DurableSession(Session):
         if not self.hub.router.guarded:
             tail = self._tail()
             if tail is not None:
-                self._claim_all([(e, self._granted(e)) for e in tail], self.committer.last)
+                self._claim_tail(tail)
                 return
         self._reading = asyncio.ensure_future(self._read())
         self._reading.add_done_callback(self._task_done)
@@ -341,21 +364,20 @@ class DurableSession(Session):
             return None
         return committer.since(cursor)
 
-    def _granted(self, entry: Entry) -> int:
-        """The QoS an entry is to be delivered with, 0 = not at all."""
-        if self._accept is None:
-            self._accept = matcher([(f, q) for f, q in self.subscriptions.items() if q])
-        qos = self._accept(entry.topic)
-        if qos and entry.offset <= self._newest_from:
-            qos = max(
-                (
-                    q
-                    for f, q in self.subscriptions.items()
-                    if self._from.get(f, 0) < entry.offset and matches(f, entry.topic)
-                ),
-                default=0,
+    @property
+    def replay(self) -> Replay:
+        """The reader of this session's durable filters, as they are now."""
+        if self._replay is None:
+            self._replay = Replay(
+                self.hub.store,
+                (Wanted(f, q, self._from.get(f, 0)) for f, q in self.subscriptions.items() if q),
+                skips=self.hub.settings.on_history_pruned == "skip",
             )
-        return min(qos, entry.qos)
+        return self._replay
+
+    def _claim_tail(self, tail: list[Entry]) -> bool:
+        granted = self.replay.granted
+        return self._claim_all([(e, granted(e)) for e in tail], self.committer.last)
 
     def _claim_all(self, entries: Sequence[tuple[Entry, int]], through: int) -> bool:
         """Claim what is wanted of ``entries``, in order; move the cursor. False: no more room."""
@@ -370,17 +392,32 @@ class DurableSession(Session):
                     self._join(lazy=False)
         self.cursor = through
         if through == self.committer.last and not self.hub.router.guarded:
-            self.live = True
+            self._reached()
         return True
+
+    def _reached(self) -> None:
+        """Everything up to the end of the history was offered."""
+        self.live = True
+        if self.verified:
+            return
+        self.verified = True
+        self.hub.figures.verified += 1
+        if self._unbound:  # of another generation: only now is the position worth the new one
+            self._unbound = False
+            self.committer.submit(
+                Bind(self.consumer_id, self.incarnation, self.saved_cursor), self._written
+            )
 
     async def _read(self) -> None:
         """Read the history behind the cursor, a chunk at a time, until the tail is reached."""
+        epoch = self._epoch
         try:
             while not (self.live or self.sealed or self._holds) and self.out.room:
                 if not await self._read_chunk():
                     return
-        except EntryDamaged as error:
-            self._lose(error.offset, error.topic)
+        except ResumeHistoryUnavailable as error:
+            if epoch == self._epoch:
+                self._lose(error)
         except StoreError as error:
             self._unavailable(error)
         finally:
@@ -392,29 +429,21 @@ class DurableSession(Session):
         """Returns whether to go on."""
         epoch = self._epoch
         guarded = self.hub.router.guarded
+        replay = self.replay
         tail = self._tail()
         if tail is not None and not guarded:
-            return self._claim_all([(e, self._granted(e)) for e in tail], self.committer.last)
+            return self._claim_tail(tail)
         if tail is not None:
             if not tail:
-                self.live = True
+                self._reached()
                 return False
-            wanted = [(e, self._granted(e)) for e in tail[:READ_ENTRIES_MAX]]
+            wanted = [(e, replay.granted(e)) for e in tail[:READ_ENTRIES_MAX]]
             through = wanted[-1][0].offset
         else:
-            grants = [(f, q) for f, q in self.subscriptions.items() if q]
-            chunk = await self.hub.store.read(
-                self.cursor,
-                matcher(grants),
-                filters=[f for f, _ in grants],
-                entries_max=READ_ENTRIES_MAX,
-                bytes_max=READ_BYTES_MAX,
-            )
-            if chunk.loss is not None and epoch == self._epoch:
-                self._lose(chunk.loss.pruned_through, chunk.loss.topic)
-                return False
-            wanted = [(e, self._granted(e)) for e, _ in chunk.entries]
-            through = chunk.through
+            piece = await replay.next(self.cursor)
+            if piece.lost is not None:
+                self._skip(piece.lost)
+            wanted, through = piece.entries, piece.through
         if guarded:
             wanted = [(e, q if q and await self._permitted(e) else 0) for e, q in wanted]
         if self.sealed or self._holds or epoch != self._epoch:
@@ -438,13 +467,16 @@ class DurableSession(Session):
             log.warning("session %r: cannot read (%s); closing", self.client_id, error)
             self.peer.finish(STORE)
 
-    def _lose(self, offset: int, topic: bytes) -> None:
+    def _lose(self, error: ResumeHistoryUnavailable) -> None:
         """What this session still has to get is gone: fence it, close, delete the record (410)."""
-        if self.sealed:
-            return
-        self.hub.refuse_resume(
-            self, ResumeHistoryUnavailable(self.cursor, offset, topic), "history-unavailable"
-        )
+        if not self.sealed:
+            self.hub.refuse_resume(self, error)
+
+    def _skip(self, lost: Loss) -> None:
+        """The same where it is configured to be skipped: said once for each gap, and counted."""
+        if lost.pruned_through > self._skipped:
+            self._skipped = lost.pruned_through
+            self.hub.tell_gap(self.client_id, self.cursor, lost.pruned_through)
 
     # ------------------------------------------------------------------- subscriptions
 
@@ -459,12 +491,15 @@ class DurableSession(Session):
     def _unhold(self) -> None:
         self._holds -= 1
         self._epoch += 1
-        self._accept = None
-        self._newest_from = max(self._from.values(), default=0)
+        self._replay = None
         if not self._holds and not self.sealed:
             self._pump()
 
     async def subscribe(self, grants: list[Grant]) -> list[int]:
+        async with self._changing:
+            return await self._subscribe(grants)
+
+    async def _subscribe(self, grants: list[Grant]) -> list[int]:
         head = self.committer.last
         wanted: dict[bytes, Subscription] = {}
         for grant in grants:
@@ -472,27 +507,24 @@ class DurableSession(Session):
                 wanted[grant.filter] = Subscription(grant.filter, grant.qos, head)
         if self.sealed or not wanted:
             return [REFUSED] * len(grants)
-        router = self.hub.router
-        gained = [f for f, s in wanted.items() if s.qos and not self.subscriptions.get(f)]
-        lost = [f for f, s in wanted.items() if not s.qos and self.subscriptions.get(f)]
+        gained = [f for f, s in wanted.items() if s.qos and f not in self._counted]
         for topic_filter in gained:
-            router.count(topic_filter, 1)  # from now on what matches is logged
+            self._counted.add(topic_filter)
+            self.hub.router.count(topic_filter, 1)  # from now on what matches is logged
         self._hold()
         try:
             await self.committer.apply(
                 Subscribe(self.consumer_id, self.incarnation, tuple(wanted.values()))
             )
         except StoreError as error:
-            for topic_filter in gained:
-                router.count(topic_filter, -1)
+            self._uncount(gained)
             if isinstance(error, Fenced):
                 self._refused(error)
             else:
                 log.warning("session %r: SUBSCRIBE not saved: %s", self.client_id, error)
             return [REFUSED] * len(grants)
         else:
-            for topic_filter in lost:
-                router.count(topic_filter, -1)
+            self._uncount([f for f, s in wanted.items() if not s.qos])
             self._granted_now(wanted)
         finally:
             self._unhold()
@@ -506,7 +538,18 @@ class DurableSession(Session):
             if not self.sealed:
                 self.hub.router.attach(self, topic_filter, subscription.qos)
 
+    def _uncount(self, filters: Sequence[bytes]) -> None:
+        """The record does not have these filters any more (with QoS >= 1)."""
+        for topic_filter in filters:
+            if topic_filter in self._counted:
+                self._counted.discard(topic_filter)
+                self.hub.router.count(topic_filter, -1)
+
     async def unsubscribe(self, filters: list[bytes]) -> bool:
+        async with self._changing:
+            return await self._unsubscribe(filters)
+
+    async def _unsubscribe(self, filters: list[bytes]) -> bool:
         if self.sealed:
             return False
         self._hold()
@@ -524,8 +567,8 @@ class DurableSession(Session):
             for topic_filter in filters:
                 self.hub.router.detach(self, topic_filter)
                 self._from.pop(topic_filter, None)
-                if self.subscriptions.pop(topic_filter, 0):
-                    self.hub.router.count(topic_filter, -1)
+                self.subscriptions.pop(topic_filter, None)
+            self._uncount(filters)
         finally:
             self._unhold()
         return True
@@ -541,23 +584,21 @@ class DurableSession(Session):
         self._save()
         super().end(end)
         self.committer.submit(
-            Detach(self.consumer_id, self.incarnation, self.hub.clock.now_ms()), self._detached
+            Detach(self.consumer_id, self.incarnation, self.hub.clock.now_ms()), self._written
         )
 
     def discard(self) -> None:
         """Delete the record instead of saving it, if this incarnation still owns it."""
         super().end(REFUSED_RESUME)
-        counted = [f for f, q in self.subscriptions.items() if q]
 
         def done(outcome: Outcome) -> None:
             if isinstance(outcome, BaseException):
                 self._refused(outcome)
                 return
-            for topic_filter in counted:
-                self.hub.router.count(topic_filter, -1)
+            self._uncount(list(self._counted))
 
         self.committer.submit(Discard(self.consumer_id, self.incarnation), done)
 
-    def _detached(self, outcome: Outcome) -> None:
+    def _written(self, outcome: Outcome) -> None:
         if isinstance(outcome, BaseException):
             self._refused(outcome)

@@ -11,15 +11,19 @@ __all__ = ["Figures"]
 class Figures:
     """What the broker did since it started. All are counts of events.
 
+    connects_delayed: CONNECTs of a client id that came too often (max_connects_per_second).
     dropped_qos0: QoS 0 messages not written, because the client reads too slowly.
     dropped_queue: QoS 1 and 2 messages that a transient session's full queue did not take.
     refused_retained: retained messages not stored, because of the limit.
+    gaps: losses of history that were skipped (``on_history_pruned: skip``).
+    verified: sessions whose replay reached the end of the history.
     resets: reason -> sessions deleted because their position could not be resumed.
     """
 
     connections: int = 0
     connects: int = 0
     connects_refused: int = 0
+    connects_delayed: int = 0
     takeovers: int = 0
     malformed: int = 0
     published: int = 0
@@ -37,4 +41,6 @@ class Figures:
     expired: int = 0
     pruned_blocks: int = 0
     wills: int = 0
+    gaps: int = 0
+    verified: int = 0
     resets: dict[str, int] = field(default_factory=dict)

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 from broker_ext.figures import Figures
 from broker_ext.registry import Registry
+from broker_ext.resume import Finding, Verdict
 from broker_ext.retained import RetainedStore
 from broker_ext.router import Router
 from broker_ext.session import End
 from broker_ext.wills import Wills
 from broker_ext.wire import TopicNames
-from storage.api import Expire, Prune
+from storage.api import Expire, Prune, Pruned
 from storage.committer import Committer
 from storage.errors import StoreError
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from broker_ext.connection import Connection
     from broker_ext.durable import DurableSession
-    from broker_ext.resume import Finding
     from broker_ext.session import Session
     from broker_ext.settings import Settings
     from storage.api import Opened, Store, Will
@@ -65,6 +65,7 @@ class Hub:
         self.wills = Wills(self)
         self.registry = Registry(self)
         self._timers: list[asyncio.Task[None]] = []
+        self._pruned_at = -1
 
     async def start(self) -> None:
         """Open the store and everything that hangs on it. Raises StoreUnusable."""
@@ -121,7 +122,7 @@ class Hub:
             await asyncio.wait_for(self.committer.drain(), DRAIN_S)
         except TimeoutError:
             # no traceback: it says nothing about the disk
-            log.error(
+            log.error(  # noqa: TRY400
                 "the store does not take the last writes; they were never acknowledged"
             )
 
@@ -154,14 +155,45 @@ class Hub:
                 session.checkpoint()  # type: ignore[attr-defined]
 
     async def _prune(self) -> None:
-        if self.committer.failing_since is not None:
+        """Delete what nobody needs, and what is beyond the hard caps whoever needs it."""
+        if self.committer.failing_since is not None or (
+            self.committer.batches == self._pruned_at and self.settings.max_age_s is None
+        ):
             return
-        before = self.clock.now_ms() - int(self.settings.retain_for_s * 1000)
+        settings = self.settings
+        now_ms = self.clock.now_ms()
+        before_ms = now_ms - int(settings.retain_for_s * 1000)
+        older_than_ms = 0
+        if settings.max_age_s is not None:
+            older_than_ms = max(now_ms - int(settings.max_age_s * 1000), 0)
+        through = await self._cap()
         while True:
-            outcome = await self.committer.apply(Prune(0, before, PRUNE_BLOCKS_MAX))
-            self.figures.pruned_blocks += outcome.blocks  # type: ignore[attr-defined]
-            if not outcome.more:  # type: ignore[attr-defined]
+            outcome = await self.committer.apply(
+                Prune(through, before_ms, PRUNE_BLOCKS_MAX, older_than_ms=older_than_ms)
+            )
+            assert isinstance(outcome, Pruned)
+            self.figures.pruned_blocks += outcome.blocks
+            if not outcome.more:
+                self._pruned_at = self.committer.batches
                 return
+
+    async def _cap(self) -> int:
+        """The offset through which max_messages and max_bytes delete, 0 = nothing.
+
+        Bytes are cut by the mean size of an entry: history that is over by a tenth loses the oldest
+        tenth of its entries.
+        """
+        settings = self.settings
+        through = 0
+        if settings.max_messages is not None:
+            through = max(self.committer.head - settings.max_messages, 0)
+        if settings.max_bytes is not None:
+            state = await self.store.log()
+            if state.bytes > settings.max_bytes:
+                entries = state.head - state.floor
+                keep = entries * settings.max_bytes // state.bytes
+                through = max(through, state.head - keep)
+        return through
 
     async def _expire(self) -> None:
         if self.committer.failing_since is not None:
@@ -192,16 +224,21 @@ class Hub:
             position = getattr(error, "position", 0)
             self.on_reset(client_id, finding.reason, position, getattr(error, "floor", 0))
 
-    def refuse_resume(
-        self, session: DurableSession, error: ResumeHistoryUnavailable, reason: str
-    ) -> None:
+    def tell_gap(self, client_id: bytes, position: int, lost_through: int) -> None:
+        """A session goes on although history is missing, because it is configured so."""
+        self.figures.gaps += 1
+        log.warning(
+            "session %r skips a gap: history after %d is lost through %d",
+            client_id,
+            position,
+            lost_through,
+        )
+
+    def refuse_resume(self, session: DurableSession, error: ResumeHistoryUnavailable) -> None:
         """After CONNACK it turned out that history is missing: fence, close, delete (410)."""
-        resets = self.figures.resets
-        resets[reason] = resets.get(reason, 0) + 1
-        log.warning("session %r is reset: %s", session.client_id, error)
+        finding = Finding(Verdict.RESET, "history-unavailable", error)
         self.registry.discard(session)
         session.peer.finish(REFUSED_RESUME)
         if session.has_will:
             self.wills.ended(session, REFUSED_RESUME)
-        if self.on_reset is not None:
-            self.on_reset(session.client_id, reason, error.position, error.floor)
+        self.tell_reset(session.client_id, finding)

@@ -260,6 +260,10 @@ class Outbound:
             flight.entry = None  # it stands in ``ready``: ``next_ready`` passes over it
         self._touch(flight.row)
 
+    def drop(self, flight: Flight) -> None:
+        """A delivery that cannot be made, since its message is gone, counts as settled."""
+        self._settle(flight)
+
     def puback(self, packet_id: int) -> bool:
         """PUBACK came. False: there is no such QoS 1 delivery under way; nothing happens."""
         flight = self.flights.get(packet_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,11 +66,23 @@ class DurableSessionPlugin(BasePlugin[Any]):
         connect_timeout: float = 10.0
         """Seconds a connection may take to send its CONNECT."""
         takeover_timeout: float = 10.0
-        """Seconds a CONNECT waits for its predecessor with the same client id; then CONNACK 3."""
+        """Seconds a CONNECT waits for its predecessor with the same client id, and for the store;
+        then CONNACK 3."""
+        max_connects_per_second: float = 100.0
+        """CONNECTs of one client id a second, in the long run (two seconds' worth at once); more
+        wait in its own line, so that a client in a tight loop does not cost the others."""
         checkpoint_interval: float = 5.0
         """Seconds between checkpoints of quiet sessions."""
         retain_for: float = 0.0
         """Seconds that history is kept even when every session has it."""
+        max_age: float | None = None
+        """Hard cap: seconds after which history is deleted even if a session still needs it."""
+        max_bytes: int | None = None
+        """Hard cap: bytes of history on disk; 0 = none; default: half of what the disk has free."""
+        max_messages: int | None = None
+        """Hard cap: messages in the history."""
+        on_history_pruned: str = "reset"
+        """A session that needs what a cap deleted: `reset` (and told so), or `skip` the gap."""
         publish_wills_after_crash: bool = True
         """Publish the wills of connections that died with the broker."""
         will_recovery_delay: float = 10.0
@@ -82,6 +95,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             _one_of("store", self.store, ("lmdb", "sqlite"))
             _one_of("durability", self.durability, ("fsync", "os"))
             _one_of("on_generation_change", self.on_generation_change, ("resume", "reset"))
+            _one_of("on_history_pruned", self.on_history_pruned, ("reset", "skip"))
             for name, low, high in (
                 ("max_inflight", 1, 65_535),
                 ("max_packet_bytes", 1024, 268_435_455),
@@ -93,8 +107,12 @@ class DurableSessionPlugin(BasePlugin[Any]):
                 ("commit_bytes_max", 65_536, None),
                 ("connect_timeout", 0.1, None),
                 ("takeover_timeout", 0.1, None),
+                ("max_connects_per_second", 0.1, None),
                 ("checkpoint_interval", 0.1, None),
                 ("retain_for", 0, None),
+                ("max_age", 1, None),
+                ("max_bytes", 0, None),
+                ("max_messages", 1, None),
                 ("will_recovery_delay", 0, None),
                 ("map_bytes_max", 1 << 20, None),
             ):
@@ -103,6 +121,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
     def __init__(self, context: BrokerContext) -> None:
         super().__init__(context)
         self.hub: Hub | None = None
+        self._data = Path(self.config.data).expanduser()
         self._seam = Seam(context)
 
     async def on_broker_pre_start(self) -> None:
@@ -112,7 +131,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
         try:
             store = open_store(
                 config.store,
-                Path(config.data).expanduser(),  # noqa: ASYNC240 - reads a variable, no disk
+                self._data,
                 durability=config.durability,
                 map_bytes_max=config.map_bytes_max,
             )
@@ -162,6 +181,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             commit_bytes_max=config.commit_bytes_max,
             connect_timeout_s=config.connect_timeout,
             takeover_timeout_s=config.takeover_timeout,
+            max_connects_per_second=config.max_connects_per_second,
             checkpoint_interval_s=config.checkpoint_interval,
             retain_for_s=config.retain_for,
             session_expiry_interval_s=broker_config.session_expiry_interval,
@@ -169,7 +189,21 @@ class DurableSessionPlugin(BasePlugin[Any]):
             publish_wills_after_crash=config.publish_wills_after_crash,
             will_recovery_delay_s=config.will_recovery_delay,
             on_generation_change=config.on_generation_change,
+            on_history_pruned=config.on_history_pruned,
+            max_age_s=config.max_age,
+            max_bytes=self._max_bytes(),
+            max_messages=config.max_messages,
         )
+
+    def _max_bytes(self) -> int | None:
+        """The cap on history: as configured, else half of what it may become on this disk."""
+        if self.config.max_bytes is not None:
+            return self.config.max_bytes or None
+        data = self._data
+        while not data.exists():
+            data = data.parent
+        used = sum(f.stat().st_size for f in data.glob("history.*") if f.is_file())
+        return (shutil.disk_usage(data).free + used) // 2
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -4,9 +4,13 @@ Rule 1. CONNECTs for one client id take turns in arrival order, after authentica
         anything is read or deleted.
 Rule 2. A newer one takes over: the older session saves, is sealed and is closed; what it wrote is
         in the committer before the newer one's Acquire, and is applied before it.
-Rule 3. The wait is bounded. One that gave up keeps its place until its predecessor is done, so
-        that nobody passes a session that is still loading.
-Rule 4. One whose client left while it waited takes nothing over.
+Rule 3. From authentication to CONNACK takes takeover_timeout_s at most, whatever hangs. One that
+        gave up keeps its place until its predecessor is done, so that nobody passes a session that
+        is still loading.
+Rule 4. One whose client left while it waited stops after each wait and takes nothing over; what it
+        made already is undone.
+Rule 5. A client id that connects in a tight loop waits for its allowance in its own line, so that
+        it costs the others nothing (max_connects_per_second).
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from broker_ext.durable import DurableSession
 from broker_ext.resume import Finding, Verdict, verdict
 from broker_ext.session import End, Session, TransientSession
 from broker_ext.wire import connack
-from storage.api import INCARNATION_BYTES, UNCLAIMED, Acquire, Acquired, Bind, Entry, Will
+from storage.api import INCARNATION_BYTES, UNCLAIMED, Acquire, Acquired, Detach, Entry, Will
 from storage.errors import NotOwner, StoreError
 
 if TYPE_CHECKING:
@@ -37,11 +41,41 @@ __all__ = ["TAKEN_OVER", "Registry"]
 log = logging.getLogger("amqtt_durable.registry")
 
 TAKEN_OVER: Final = End("taken over")
+GAVE_UP: Final = End("gave up", publish_will=False)
+BURST_S: Final = 2.0
+"""A client id may use the allowance of this many seconds at once."""
 ACCEPTED, ID_REJECTED, UNAVAILABLE, NOT_AUTHORIZED = 0, 2, 3, 5
 
 
 class _GaveUpError(Exception):
     """The predecessor in line took too long."""
+
+
+class Allowance:
+    """How often each client id may connect: ``per_s`` a second in the long run, and that of
+    BURST_S at once. A token bucket kept as one number, the time at which it is full again (as the
+    generic cell rate algorithm does); who has a full one is forgotten, so that memory holds those
+    who connected in the last BURST_S seconds.
+    """
+
+    def __init__(self, per_s: float) -> None:
+        self._each_s = 1 / per_s
+        self._full_at: dict[bytes, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._full_at)
+
+    def take(self, client_id: bytes, now_s: float) -> float:
+        """Count a CONNECT; returns the seconds it has to wait, 0 = none."""
+        full_at = self._full_at
+        while full_at:
+            oldest = next(iter(full_at))
+            if full_at[oldest] > now_s:
+                break
+            del full_at[oldest]
+        mine = max(full_at.pop(client_id, now_s), now_s) + self._each_s
+        full_at[client_id] = mine
+        return max(mine - now_s - BURST_S, 0.0)
 
 
 class Registry:
@@ -50,6 +84,7 @@ class Registry:
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
         self.owners: dict[bytes, Session] = {}
+        self.allowance = Allowance(hub.settings.max_connects_per_second)
         self._lines: dict[bytes, asyncio.Future[None]] = {}
 
     # ------------------------------------------------------------------------ the line
@@ -68,9 +103,19 @@ class Registry:
                 del self._lines[client_id]
 
         if before is not None:
-            finished, _ = await asyncio.wait([before], timeout=self.hub.settings.takeover_timeout_s)
+            finished: set[asyncio.Future[None]] = set()
+            try:
+                finished, _ = await asyncio.wait(
+                    [before], timeout=self.hub.settings.takeover_timeout_s
+                )
+            finally:
+                if finished:
+                    pass
+                elif self._lines.get(client_id) is mine:
+                    self._lines[client_id] = before  # who comes next waits for whom we waited for
+                else:
+                    before.add_done_callback(done)
             if not finished:
-                before.add_done_callback(done)
                 raise _GaveUpError
         try:
             yield
@@ -100,16 +145,35 @@ class Registry:
             log.info("client %s is not authorized", connection.peername)
             connection.refuse(NOT_AUTHORIZED)
             return
+        too_late = asyncio.get_running_loop().call_later(
+            hub.settings.takeover_timeout_s, self._too_late, connection, client_id
+        )
         try:
             async with self.turn(client_id):
-                if connection.ended is None and not connection.closed:
+                if not _left(connection):
+                    await self._allowed(client_id)
+                if not _left(connection):
                     await self._take(connection, packet, user)
         except _GaveUpError:
-            log.warning("CONNECT of %r gave up waiting for its predecessor", client_id)
-            connection.refuse(UNAVAILABLE)
+            self._too_late(connection, client_id)
         except StoreError as error:
             log.warning("CONNECT of %r: %s", client_id, error)
             connection.refuse(NOT_AUTHORIZED if isinstance(error, NotOwner) else UNAVAILABLE)
+        finally:
+            too_late.cancel()
+
+    def _too_late(self, connection: Connection, client_id: bytes) -> None:
+        """The client is told; the CONNECT itself stops after what it is waiting for."""
+        if not _left(connection):
+            log.warning("CONNECT of %r gave up waiting", client_id)
+            connection.refuse(UNAVAILABLE)
+
+    async def _allowed(self, client_id: bytes) -> None:
+        """Wait for the allowance of a client id that connects too often (in turn)."""
+        wait_s = self.allowance.take(client_id, self.hub.clock.monotonic())
+        if wait_s:
+            self.hub.figures.connects_delayed += 1
+            await asyncio.sleep(wait_s)
 
     async def _take(self, connection: Connection, packet: Connect, user: bytes) -> None:
         """In turn: take over from the older owner, load or make the session, answer."""
@@ -122,7 +186,7 @@ class Registry:
             owner = older.user
         if owner not in (user, UNCLAIMED):
             raise NotOwner(0)
-        if connection.ended is not None or connection.closed:
+        if _left(connection):
             return
         older = self.owners.get(client_id)  # it may have left meanwhile
         if older is not None:
@@ -131,6 +195,7 @@ class Registry:
         incarnation = os.urandom(INCARNATION_BYTES)
         if packet.will is not None:
             hub.wills.store(Will(client_id, incarnation, user, _message(packet.will)))
+        session: Session | None = None
         try:
             if packet.clean_start:
                 present = False
@@ -139,16 +204,20 @@ class Registry:
                 )
             else:
                 present, session = await self._durable(connection, packet, user, incarnation)
+            if packet.will is not None:
+                await hub.wills.stored(incarnation)
         except BaseException:
             hub.wills.abandon(incarnation)
+            if session is not None:
+                self._undo(session, present=present)
             raise
-        hub.wills.cancel_orphans(client_id)
-        if packet.will is not None:
-            await hub.wills.stored(incarnation)
-            session.has_will = True
-        if connection.ended is not None or connection.closed:
-            self._nobody_there(session)
+        if _left(connection):
+            # nobody was told anything, so there is no will either [MQTT-3.1.2-8]
+            hub.wills.abandon(incarnation)
+            self._undo(session, present=present)
             return
+        hub.wills.cancel_orphans(client_id)
+        session.has_will = packet.will is not None
         self.owners[client_id] = session
         connection.session = session
         session.may_receive = connection.guard.may_receive
@@ -200,19 +269,28 @@ class Registry:
         snapshot = outcome.snapshot
         assert snapshot is not None
         present = outcome.existed
-        if present:
+        finding = Finding(Verdict.RESUME)
+        if present and not _left(connection):
             finding = verdict(
                 snapshot,
                 outcome.log,
                 on_generation_change=self.hub.settings.on_generation_change,
+                on_history_pruned=self.hub.settings.on_history_pruned,
             )
-            if finding.verdict is Verdict.RESET:
-                self.hub.tell_reset(packet.client_id, finding)
-                snapshot, present = await self._reset(connection, packet, user, incarnation), False
-            elif finding.verdict is Verdict.REBIND:
-                await self._rebind(snapshot, incarnation, finding)
-            else:
-                self.hub.figures.resumed += 1
+            try:
+                if finding.verdict is Verdict.RESET:
+                    snapshot = await self._reset(connection, packet, user, incarnation)
+                    present = False
+            except BaseException:
+                self._detach(snapshot.consumer.id, incarnation)
+                raise
+        if finding.verdict is Verdict.RESET:
+            self.hub.tell_reset(packet.client_id, finding)
+        elif finding.verdict is Verdict.REBIND:
+            self.hub.figures.rebound += 1
+            log.warning("session %r: %s; it resumes unchecked", packet.client_id, finding.error)
+        elif present:
+            self.hub.figures.resumed += 1
         session = DurableSession(
             self.hub,
             connection,
@@ -222,7 +300,13 @@ class Registry:
             incarnation=incarnation,
             window=self.hub.settings.max_inflight,
         )
+        session.reset = finding.verdict is Verdict.RESET
         return present, session
+
+    def _detach(self, consumer_id: int, incarnation: bytes) -> None:
+        """Leave a record that was acquired, as it is."""
+        now_ms = self.hub.clock.now_ms()
+        self.hub.committer.submit(Detach(consumer_id, incarnation, now_ms), _logged)
 
     async def _acquire(
         self,
@@ -256,24 +340,19 @@ class Registry:
         assert outcome.snapshot is not None
         return outcome.snapshot
 
-    async def _rebind(self, snapshot: Snapshot, incarnation: bytes, finding: Finding) -> None:
-        consumer = snapshot.consumer
-        log.warning("session %r: %s; it resumes unchecked", consumer.client_id, finding.error)
-        self.hub.figures.rebound += 1
-        await self.hub.committer.apply(Bind(consumer.id, incarnation, consumer.cursor))
-
     def _uncount(self, outcome: Outcome) -> None:
         """A record was deleted: its durable filters are wanted by one consumer less."""
         if isinstance(outcome, Acquired):
             for topic_filter in outcome.dropped:
                 self.hub.router.count(topic_filter, -1)
 
-    def _nobody_there(self, session: Session) -> None:
-        """The client left during its CONNECT: nobody was told anything, so there is no will
-        [MQTT-3.1.2-8 needs a connection that was accepted], and the record is saved as it is."""
-        session.end(TAKEN_OVER)
-        if session.has_will:
-            self.hub.wills.drop(session)
+    def _undo(self, session: Session, *, present: bool) -> None:
+        """A session that its client was never told of. A record that was there is left as it is;
+        one that was made goes again, so that the next CONNECT is told that there was none."""
+        if isinstance(session, DurableSession) and not present:
+            session.discard()
+        else:
+            session.end(GAVE_UP)
 
     # -------------------------------------------------------------------------- the end
 
@@ -283,7 +362,11 @@ class Registry:
             return
         if self.owners.get(session.client_id) is session:
             del self.owners[session.client_id]
-        session.end(end)
+        if isinstance(session, DurableSession) and session.reset and not session.peer.confirmed:
+            # its client may never have heard that its session is gone: tell it again
+            session.discard()
+        else:
+            session.end(end)
         if session.has_will:
             self.hub.wills.ended(session, end)
 
@@ -292,6 +375,16 @@ class Registry:
         if self.owners.get(session.client_id) is session:
             del self.owners[session.client_id]
         session.discard()
+
+
+def _left(connection: Connection) -> bool:
+    """Whether there is nobody any more who could be answered."""
+    return connection.ended is not None or connection.closed
+
+
+def _logged(outcome: Outcome) -> None:
+    if isinstance(outcome, BaseException):
+        log.warning("a record could not be left: %s", outcome)
 
 
 def _message(will: ConnectWill) -> Entry:

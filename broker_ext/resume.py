@@ -3,7 +3,7 @@
 | finding | verdict |
 |---|---|
 | generation is current, nothing that matches was pruned after the position | RESUME |
-| an entry that matches, above the position, was pruned | RESET, 410 |
+| an entry that matches, above the position, was pruned | RESET, 410 (SKIP where so configured) |
 | the position belongs to another generation | REBIND, 409 (RESET where so configured) |
 | the position is ahead of the head | RESET, 409: its offsets will be used again |
 """
@@ -27,6 +27,7 @@ class Verdict(Enum):
 
     RESUME = "resume"
     REBIND = "rebind"
+    SKIP = "skip"
     RESET = "reset"
 
 
@@ -48,11 +49,17 @@ def position_of(snapshot: Snapshot) -> int:
     return min([snapshot.consumer.cursor, *(offset - 1 for offset in unsettled)])
 
 
-def verdict(snapshot: Snapshot, log: LogState, *, on_generation_change: str) -> Finding:
+def verdict(
+    snapshot: Snapshot,
+    log: LogState,
+    *,
+    on_generation_change: str,
+    on_history_pruned: str = "reset",
+) -> Finding:
     """Decide whether a session may continue.
 
     on_generation_change: "resume" replays from the offset, unchecked, and binds to the current
-    generation; "reset" is the strict choice.
+    generation; "reset" is the strict choice. on_history_pruned: "skip" delivers what is left.
     Source: [MQTT-3.1.2-5], [MQTT-3.2.2-2]; two errors for two causes as in etcd's kvstore.go.
     """
     consumer = snapshot.consumer
@@ -70,7 +77,10 @@ def verdict(snapshot: Snapshot, log: LogState, *, on_generation_change: str) -> 
         error = ResumeHistoryUnavailable(
             position, snapshot.loss.pruned_through, snapshot.loss.topic
         )
-        return Finding(Verdict.RESET, "history-pruned", error)
+        if on_history_pruned == "reset":
+            return Finding(Verdict.RESET, "history-pruned", error)
+        if consumer.generation == log.generation:
+            return Finding(Verdict.SKIP, "history-pruned", error)
     if consumer.generation != log.generation:
         if on_generation_change == "reset":
             return Finding(Verdict.RESET, "generation-changed", changed)

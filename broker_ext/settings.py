@@ -12,7 +12,8 @@ __all__ = ["Settings"]
 class Settings:
     """What ``DurableSessionPlugin.Config`` and amqtt's own configuration come to.
 
-    Times: seconds (``_s``). Sizes: bytes. session_expiry_interval_s: None = for ever.
+    Times: seconds (``_s``). Sizes: bytes. session_expiry_interval_s: None = for ever. max_age_s,
+    max_bytes, max_messages: hard caps of the history, None = none.
     """
 
     max_inflight: int = 100
@@ -26,6 +27,7 @@ class Settings:
     commit_bytes_max: int = 16 << 20
     connect_timeout_s: float = 10.0
     takeover_timeout_s: float = 10.0
+    max_connects_per_second: float = 100.0
     checkpoint_interval_s: float = 5.0
     prune_interval_s: float = 1.0
     retain_for_s: float = 0.0
@@ -34,4 +36,8 @@ class Settings:
     publish_wills_after_crash: bool = True
     will_recovery_delay_s: float = 10.0
     on_generation_change: Literal["resume", "reset"] = "resume"
+    on_history_pruned: Literal["reset", "skip"] = "reset"
+    max_age_s: float | None = None
+    max_bytes: int | None = None
+    max_messages: int | None = None
     versions: frozenset[int] = field(default_factory=lambda: frozenset({3, 4}))

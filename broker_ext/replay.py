@@ -1,0 +1,100 @@
+"""Reading the history behind a cursor for one set of filters, checked as it goes.
+
+Every chunk is read in one transaction with the marks it is checked against, because pruning goes on
+beside it. A chunk that is returned is complete: everything that matches up to ``through`` is in it.
+What was pruned before it could be read, what fails its checksum or cannot be decoded is refused
+(410), never skipped. Sessions and ``history.subscribe`` read through here.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from broker_ext.topics import matcher, matches
+from storage.errors import EntryDamaged, ResumeHistoryUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from storage.api import Entry, Loss, Store
+
+__all__ = ["READ_BYTES_MAX", "READ_ENTRIES_MAX", "Piece", "Replay", "Wanted"]
+
+READ_ENTRIES_MAX: Final = 512
+READ_BYTES_MAX: Final = 256 << 10
+"""One chunk: what a session that lags keeps in memory."""
+
+
+class Wanted(NamedTuple):
+    """A durable filter. qos: granted, 1 or 2; nothing at or below ``from_offset`` is wanted."""
+
+    filter: bytes
+    qos: int
+    from_offset: int = 0
+
+
+class Piece(NamedTuple):
+    """entries: (entry, QoS to deliver with) in offset order. through: everything up to here was
+    read, decoded and looked at. lost: what was pruned, where losses are skipped."""
+
+    entries: list[tuple[Entry, int]]
+    through: int
+    lost: Loss | None = None
+
+
+class Replay:
+    """One reader's filters. Immutable; made anew when the filters change.
+
+    skips: losses are reported in the piece instead of refused (``on_history_pruned: skip``).
+    """
+
+    def __init__(self, store: Store, wanted: Iterable[Wanted], *, skips: bool = False) -> None:
+        self.store = store
+        self.wanted = tuple(wanted)
+        self.skips = skips
+        self._accept = matcher([(w.filter, w.qos) for w in self.wanted])
+        self._newest_from = max((w.from_offset for w in self.wanted), default=0)
+
+    def granted(self, entry: Entry) -> int:
+        """The QoS an entry is to be delivered with, 0 = not at all (P10)."""
+        qos = self._accept(entry.topic)
+        if qos and entry.offset <= self._newest_from:
+            qos = max(
+                (
+                    w.qos
+                    for w in self.wanted
+                    if w.from_offset < entry.offset and matches(w.filter, entry.topic)
+                ),
+                default=0,
+            )
+        return min(qos, entry.qos)
+
+    def missed(self, topic: bytes, offset: int) -> bool:
+        """Whether a pruned entry would have been received. A topic that is forgotten counts as
+        matching: the safe side."""
+        if not self.wanted:
+            return False
+        if topic == b"":
+            return any(w.from_offset < offset for w in self.wanted)
+        return any(w.from_offset < offset and matches(w.filter, topic) for w in self.wanted)
+
+    async def next(self, after: int) -> Piece:
+        """The next chunk behind ``after``.
+
+        Raises ResumeHistoryUnavailable (410) when something that matches is pruned or damaged,
+        StoreUnavailable when the disk does not answer.
+        """
+        try:
+            chunk = await self.store.read(
+                after,
+                self._accept,
+                filters=[w.filter for w in self.wanted],
+                entries_max=READ_ENTRIES_MAX,
+                bytes_max=READ_BYTES_MAX,
+                missed=self.missed,
+            )
+        except EntryDamaged as error:
+            raise ResumeHistoryUnavailable(after, error.offset, error.topic) from error
+        if chunk.loss is not None and not self.skips:
+            raise ResumeHistoryUnavailable(after, chunk.loss.pruned_through, chunk.loss.topic)
+        return Piece([(e, self.granted(e)) for e, _ in chunk.entries], chunk.through, chunk.loss)
