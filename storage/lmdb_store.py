@@ -118,15 +118,16 @@ class _LmdbDatabase:
         self._file = file
         self._durability = durability
         self._map_lock = Lock()
+        used = 0 if create else file.stat().st_size
+        most = min(MAP_BYTES_MAX, used + shutil.disk_usage(file.parent).free)
+        self._max = map_bytes_max or max(MAP_BYTES, most)
         self._env, self._dbs = self._open(create=create)
         self._env.reader_check()
-        free = shutil.disk_usage(file.parent).free
-        self._max = map_bytes_max or max(MAP_BYTES, min(MAP_BYTES_MAX, file.stat().st_size + free))
 
     def _open(self, *, create: bool) -> tuple[lmdb.Environment, list[Any]]:
         env = lmdb.open(
             str(self._file),
-            map_size=MAP_BYTES,
+            map_size=min(MAP_BYTES, self._max),
             subdir=False,
             metasync=self._durability == "fsync",
             mode=0o640,
@@ -159,11 +160,18 @@ class _LmdbDatabase:
 
     def write(self, work: Callable[[WriteTxn], T], *, frees: bool = False) -> T:
         """See storage.kv.Database. In the writer's thread."""
+        is_turned = False
         while True:
             try:
                 result = self._write_once(work)
             except lmdb.MapFullError:
-                self._grow(frees=frees)
+                if self._grow(frees=frees):
+                    continue
+                if is_turned:
+                    reason = f"its map is at the maximum of {self._max} bytes"
+                    raise StoreFull(f"{self._file.name}: {reason}") from None
+                self._turn_over()
+                is_turned = True
             except lmdb.PanicError:
                 self._reopen()
                 raise StoreUnavailable(f"{self._file.name}: a write failed midway") from None
@@ -196,13 +204,24 @@ class _LmdbDatabase:
             except lmdb.Error as error:
                 raise _mapped(error) from error
 
-    def _grow(self, *, frees: bool) -> None:
-        """Double the map. Raises StoreFull at the maximum."""
+    def _grow(self, *, frees: bool) -> bool:
+        """Double the map; False at the maximum."""
         size = self._env.info()["map_size"]
         most = self._max + (RESERVE_BYTES if frees else 0)
         if size >= most:
-            raise StoreFull(f"{self._file.name}: its map is at the maximum of {self._max} bytes")
+            return False
         self._set_map_bytes(min(size * 2, most))
+        return True
+
+    def _turn_over(self) -> None:
+        """Pages that a transaction freed are used again by the second one after it: be the first.
+
+        Without this a store that was full, and whose history was pruned, would stay full.
+        """
+        if self._grow(frees=True):
+            with suppress(lmdb.Error):  # then it is full indeed, and the caller finds out
+                self._write_once(lambda txn: txn.put(Space.META, b"turnover", b""))
+            self._keep_reserve()
 
     def _keep_reserve(self) -> None:
         """Go back to the maximum, if the reserve was used."""

@@ -52,6 +52,9 @@ log = logging.getLogger("amqtt_durable.store")
 VACUUM_PAGES: Final = 1024
 """Given back at a time: 8 MiB, a few milliseconds."""
 
+_MAGIC: Final = b"SQLite format 3\x00"
+"""How each file of SQLite begins."""
+
 _LARGE: Final = (Space.HELD, Space.RETAINED, Space.WILL)
 _OFFSET_MAX: Final = (1 << 63) - 1
 
@@ -146,6 +149,9 @@ class _SqliteDatabase:
         """Set the connection up; make the tables, or see that they are there."""
         execute = self._connection.execute
         synchronous = "FULL" if durability == "fsync" else "NORMAL"
+        if writes and not create:
+            for sql in _GET:  # before anything that would change a file that is not ours
+                execute(sql, (b"",)).close()
         if create:
             execute(_SQL["pragma_page"])
             execute(_SQL["pragma_vacuum"])
@@ -159,9 +165,6 @@ class _SqliteDatabase:
             for space in Space:
                 execute(_SQL[_create(space)].format(space=space.name.lower()))
             execute(_COMMIT)
-        elif writes:
-            for sql in _GET:
-                execute(sql, (b"",)).close()
 
     def write(self, work: Callable[[WriteTxn], T], *, frees: bool = False) -> T:
         """See storage.kv.Database. In the writer's thread."""
@@ -354,6 +357,8 @@ class SqliteStore(DurableStore):
         return (f"{self._file.name}-wal",)
 
     async def _connect(self, file: Path, *, create: bool) -> None:
+        if not create:
+            self._must_be_sqlite(file)
         try:
             self._writer = await self._connected(file, create=create, writes=True)
             self._reader = await self._connected(file, create=False, writes=False)
@@ -365,6 +370,12 @@ class SqliteStore(DurableStore):
             if code == sqlite3.SQLITE_ERROR:
                 raise self._corrupt(f"it is not one of ours ({error})") from error
             raise _mapped(error) from error
+
+    def _must_be_sqlite(self, file: Path) -> None:
+        """SQLite takes a file of less than a page for an empty database, and begins to write."""
+        with file.open("rb") as opened:
+            if opened.read(len(_MAGIC)) != _MAGIC:
+                raise self._corrupt("file is not a database")
 
     async def _connected(self, file: Path, *, create: bool, writes: bool) -> _Worker:
         worker = _Worker(file, create=create)

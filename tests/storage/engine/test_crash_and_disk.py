@@ -1,0 +1,160 @@
+"""Processes that are killed, and disks that are full or held by somebody else."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import pytest
+
+from storage.api import Batch, Prune
+from storage.errors import StoreFull
+from storage.lmdb_store import MAP_BYTES
+from tests.storage.engine.raw import Files
+from tests.storage.engine.writer import PER_BATCH
+from tests.storage.harness import message
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+def writer(files: Files, what: str) -> subprocess.Popen[bytes]:
+    arguments = ["-m", "tests.storage.engine.writer", files.kind, str(files.directory), what]
+    return subprocess.Popen([sys.executable, *arguments], stdout=subprocess.PIPE)
+
+
+@pytest.mark.parametrize("batches", [1, 5, 60])
+async def test_what_was_reported_is_there_after_a_kill(files: Files, batches: int) -> None:
+    with writer(files, "kill") as process:
+        assert process.stdout is not None
+        reported = [int(process.stdout.readline()) for _ in range(batches)]
+        process.kill()
+        reported += [int(line) for line in process.stdout.read().split(b"\n")[:-1]]
+    db = files.database()
+    opened = await db.open()
+    assert opened.minted == ""
+    assert opened.log.head >= reported[-1]
+    assert opened.log.head % PER_BATCH == 0, "a batch is there whole or not at all"
+    history = await db.read_all(0, lambda _: 1)
+    assert [entry.offset for entry in history] == list(range(1, opened.log.head + 1))
+    assert all(entry.payload[:8] == entry.offset.to_bytes(8, "big") for entry in history)
+    snapshot = await db.snapshot()
+    assert snapshot.consumer.cursor == opened.log.head
+    assert [d.offset for claim in snapshot.claims for d in claim.deliveries] == list(
+        range(opened.log.head - PER_BATCH + 1, opened.log.head + 1)
+    )
+    await db.stop()
+
+
+@pytest.mark.case("HK-19")
+async def test_a_full_disk_refuses_batches_whole_and_goes_on_when_there_is_room(
+    files: Files,
+) -> None:
+    with writer(files, "full") as process:
+        out, _ = process.communicate(timeout=60)
+    *refusals, head = out.split()
+    assert process.returncode == 0
+    assert len(refusals) == 3
+    assert set(refusals) <= {b"StoreFull", b"StoreUnavailable"}
+    db = files.database()
+    assert (await db.open()).log.head == int(head)
+    assert len(await db.read_all(0, lambda _: 1)) == int(head)
+    await db.stop()
+
+
+async def test_the_map_grows_under_a_batch_that_does_not_fit(tmp_path: Path) -> None:
+    db = Files("lmdb", tmp_path).database()
+    await db.open()
+    reading = asyncio.create_task(db.store.check())
+    large = bytes(MAP_BYTES * 3 // 2)
+    await db.append(message(b"a"), message(b"b", large), message(b"c"))
+    assert await reading == []
+    assert [len(e.payload) for e in await db.store.fetch([1, 2, 3])] == [1, len(large), 1]
+    await db.reopen()
+    assert len(await db.history()) == 3
+    await db.stop()
+
+
+@pytest.mark.case("HK-19")
+async def test_at_the_maximum_of_the_map_the_store_is_full_until_history_is_pruned(
+    tmp_path: Path,
+) -> None:
+    db = Files("lmdb", tmp_path, map_bytes_max=MAP_BYTES).database()
+    await db.open()
+    payload = bytes(1 << 20)
+    appended = 0
+    with pytest.raises(StoreFull, match="maximum"):
+        while True:
+            await db.append(message(payload=payload))
+            appended += 1
+    before = await db.store.log()
+    assert before.head == appended > 40
+    with pytest.raises(StoreFull):
+        await db.append(message(payload=payload))
+    assert await db.store.log() == before
+    await db.write(Prune(appended // 2, 0, 1000))
+    for _ in range(10):
+        await db.append(message(payload=payload))
+    assert (await db.store.log()).head == appended + 10
+    await db.stop()
+
+
+@pytest.mark.case("HK-24")
+async def test_a_write_lock_held_by_somebody_else_makes_commits_late_and_nothing_else(
+    files: Files,
+) -> None:
+    db = files.database()
+    await db.open()
+    await db.append(message(payload=b"before"))
+    held, release = threading.Event(), threading.Event()
+
+    def hold_sqlite() -> None:
+        connection = sqlite3.connect(files.file, isolation_level=None)
+        connection.execute("BEGIN IMMEDIATE")
+        held.set()
+        release.wait(10)
+        connection.execute("ROLLBACK")
+        connection.close()
+
+    hold_lmdb = (
+        "import lmdb, sys\n"
+        "with lmdb.open(sys.argv[1], subdir=False, create=False) as env:\n"
+        "    with env.begin(write=True) as txn:\n"
+        "        print(flush=True)\n"
+        "        sys.stdin.readline()\n"
+    )
+    process = None
+    if files.kind == "sqlite":
+        thread = threading.Thread(target=hold_sqlite)
+        thread.start()
+        held.wait(10)
+    else:
+        process = subprocess.Popen(  # noqa: ASYNC220 - it answers at once
+            [sys.executable, "-c", hold_lmdb, str(files.file)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+    done: asyncio.Future[object] = asyncio.Future()
+    db.store.submit(Batch([message(payload=b"late")._replace(offset=2)]), done.set_result)
+    begun = time.monotonic()
+    for _ in range(10):
+        await asyncio.sleep(0.02)
+        assert [e.payload for e in await db.store.fetch([1])] == [b"before"]
+    assert time.monotonic() - begun < 5
+    assert not done.done()
+    assert (await db.store.log()).head == 1
+    if process is not None:
+        process.communicate(b"\n")
+    else:
+        release.set()
+        thread.join()
+    assert await done == []
+    assert [e.payload for e in await db.store.fetch([1, 2])] == [b"before", b"late"]
+    await db.stop()
