@@ -170,6 +170,7 @@ class Connection(asyncio.Protocol):
         self.congested = False
         self.closed = False
         self.ended: End | None = None
+        self.confirmed = False
         self.heard = True
         self.silent_after_s = 0.0
         self.deadline_s = hub.clock.monotonic() + hub.settings.connect_timeout_s
@@ -198,10 +199,12 @@ class Connection(asyncio.Protocol):
         if self.closed or self.ended is not None:
             return
         packets = self.decoder.feed(data)
+        if self.session is not None:
+            self.confirmed = True
         if packets:
             self._handle(packets)
         if self.decoder.error is not None and self.ended is None:
-            if self._connecting is not None or self._lane:
+            if self._connecting is not None or self._lane or self._lane_task is not None:
                 return  # told when what came before it is done
             self._malformed(self.decoder.error)
 
@@ -445,7 +448,7 @@ class Connection(asyncio.Protocol):
 
     def _committed(self) -> None:
         data = self._waiting.popleft().data
-        if not self.closed:
+        if self.ended is None:
             self.write(bytes(data))
 
     def flush(self) -> None:
@@ -532,7 +535,6 @@ class Connection(asyncio.Protocol):
 
     def refuse(self, code: int) -> None:
         """Answer a CONNECT with a return code other than 0, and close [MQTT-3.2.2-5]."""
-        self.hub.figures.connects_refused += 1
         if not self.closed and self.ended is None:
             self.write(connack(session_present=False, reason=code, version=self.version))
             self._end(LOST)
@@ -541,6 +543,7 @@ class Connection(asyncio.Protocol):
         """Close the connection; its session ends with this reason."""
         self._end(end)
 
+            self.hub.figures.connects_refused += 1
     def _malformed(self, error: MalformedPacket) -> None:
         self.hub.figures.malformed += 1
         log.warning("client %s: %s; closing the connection", self.peername, error)

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from broker_ext.wire import Connect, ConnectWill
     from storage.api import Outcome, Snapshot
 
-__all__ = ["TAKEN_OVER", "Registry"]
+__all__ = ["TAKEN_OVER", "Allowance", "GaveUpError", "Registry"]
 
 log = logging.getLogger("amqtt_durable.registry")
 
@@ -47,7 +47,7 @@ BURST_S: Final = 2.0
 ACCEPTED, ID_REJECTED, UNAVAILABLE, NOT_AUTHORIZED = 0, 2, 3, 5
 
 
-class _GaveUpError(Exception):
+class GaveUpError(Exception):
     """The predecessor in line took too long."""
 
 
@@ -91,7 +91,7 @@ class Registry:
 
     @asynccontextmanager
     async def turn(self, client_id: bytes) -> AsyncIterator[None]:
-        """Wait for this client id's turn. Raises _GaveUpError after takeover_timeout_s."""
+        """Wait for this client id's turn. Raises GaveUpError after takeover_timeout_s."""
         mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         before = self._lines.get(client_id)
         self._lines[client_id] = mine
@@ -116,7 +116,7 @@ class Registry:
                 else:
                     before.add_done_callback(done)
             if not finished:
-                raise _GaveUpError
+                raise GaveUpError
         try:
             yield
         finally:
@@ -154,7 +154,7 @@ class Registry:
                     await self._allowed(client_id)
                 if not _left(connection):
                     await self._take(connection, packet, user)
-        except _GaveUpError:
+        except GaveUpError:
             self._too_late(connection, client_id)
         except StoreError as error:
             log.warning("CONNECT of %r: %s", client_id, error)

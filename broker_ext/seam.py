@@ -56,6 +56,7 @@ from broker_ext.connection import WRITE_HIGH_BYTES, Connection
 from broker_ext.hub import REFUSED_RESUME
 from broker_ext.session import REFUSED, End, Grant
 from broker_ext.transports import external_transport, websocket_transport
+from broker_ext.registry import GaveUpError
 from broker_ext.wire import Connect, MalformedPacket, Publish, check_topic, encode, valid_filter
 from storage.api import (
     INCARNATION_BYTES,
@@ -638,9 +639,14 @@ class Seam:
         hub = self.hub
         assert hub is not None
         if client_id not in hub.registry.owners:
-            async with hub.registry.turn(client_id):
-                if client_id not in hub.registry.owners:
-                    return await self._subscribe_at_rest(client_id, grant)
+            try:
+                async with hub.registry.turn(client_id):
+                    if client_id not in hub.registry.owners:
+                        return await self._subscribe_at_rest(client_id, grant)
+            except GaveUpError:
+                return REFUSED
+            if client_id not in hub.registry.owners:
+                return REFUSED
         return (await hub.registry.owners[client_id].subscribe([grant]))[0]
 
     async def _subscribe_at_rest(self, client_id: bytes, grant: Grant) -> int:

@@ -64,8 +64,8 @@ class Wills:
     def abandon(self, incarnation: bytes) -> None:
         """The CONNECT failed: there is no will."""
         saving = self._saving.pop(incarnation, None)
-        if saving is not None:
-            saving.cancel()
+        if saving is not None and not saving.cancel():
+            saving.exception()  # looked at, so that asyncio does not complain that nobody did
         will = self._wills.pop(incarnation, None)
         if will is not None:
             self._delete(will)
@@ -82,12 +82,6 @@ class Wills:
         elif end.name != "shutdown":  # those stay, as after a crash
             self._delete(will)
 
-    def drop(self, session: Session) -> None:
-        """Delete the will of a session that never began."""
-        will = self._wills.pop(session.incarnation, None)
-        if will is not None:
-            self._delete(will)
-
     def _delete(self, will: Will) -> None:
         self.hub.committer.submit(DropWill(will.incarnation), _logged)
 
@@ -102,7 +96,13 @@ class Wills:
 
     async def _ask(self, will: Will, session: Session | None) -> None:
         assert self.hub.permits_will is not None
-        if await self.hub.permits_will(will, session):
+        try:
+            permitted = await self.hub.permits_will(will, session)
+        except Exception:
+            # a topic plugin's bug: who cannot say yes has not said it
+            log.exception("a topic plugin failed on the will of %r", will.client_id)
+            permitted = False
+        if permitted:
             self._publish(will)
         else:
             log.info("the will of %r is not permitted", will.client_id)
