@@ -24,8 +24,19 @@ from broker_ext.wire import (
     Subscribe,
     Unsuback,
 )
-from storage.api import HELD, RECEIVED, Acquire, Acquired, Advance, Detach, Discard, DropWill
-from storage.api import StoreWill, Subscription
+from storage.api import (
+    HELD,
+    RECEIVED,
+    Acquire,
+    Acquired,
+    Advance,
+    Detach,
+    Discard,
+    DropWill,
+    Expire,
+    StoreWill,
+    Subscription,
+)
 from tests.exploration.store import OwnerOp
 
 if TYPE_CHECKING:
@@ -52,11 +63,14 @@ class _Belief:
     """What a client may believe of its session.
 
     base: filters that it was told. pending: by connection, what it has asked for since.
+    exists: it has a session that survives.
+    must_hear: its session was deleted, and it was not told yet. plugins: what others asked for it.
     """
 
     base: dict[bytes, int] = field(default_factory=dict)
     pending: dict[Link, list[_Request]] = field(default_factory=dict)
     exists: bool = False
+    must_hear: bool = False
     plugins: dict[bytes, set[int]] = field(default_factory=dict)
 
     def possible(self, topic_filter: bytes) -> set[int | None]:
@@ -67,6 +81,11 @@ class _Belief:
             if link.accepted:
                 out |= {r.wants[topic_filter] for r in requests if topic_filter in r.wants}
         return out
+
+    def certain(self, topic_filter: bytes) -> bool:
+        """Whether it stands with QoS >= 1, and nobody has asked for anything else."""
+        wants = [r.wants.get(topic_filter, 1) for rs in self.pending.values() for r in rs]
+        return bool(self.base.get(topic_filter)) and all(wants)
 
     def others_ended(self) -> None:
         """A newer connection was accepted: what older ones asked for was done, or never is."""
@@ -95,6 +114,7 @@ class Ledger:
         self.stored: dict[bytes, int] = {}
         """Payload -> how often it was appended."""
         self._appended: dict[bytes, int] = {}
+        self._offsets: dict[int, bytes] = {}
         self._published: dict[bytes, int] = {}
         self._records: dict[int, _Record] = {}
         self._beliefs: dict[bytes, _Belief] = {}
@@ -122,6 +142,7 @@ class Ledger:
         def watched(topic: bytes, payload: bytes, *rest: object) -> Entry:
             entry = append(topic, payload, *rest)  # type: ignore[arg-type]
             self._appended[payload] = entry.offset
+            self._offsets[entry.offset] = payload
             return entry
 
         publish = hub.router.publish
@@ -169,8 +190,7 @@ class Ledger:
             return
         for client_id, belief in self._beliefs.items():
             for topic_filter in belief.base:
-                certain = belief.possible(topic_filter)
-                if belief.exists and None not in certain and 0 not in certain and matches(
+                if belief.exists and belief.certain(topic_filter) and matches(
                     topic_filter, message.topic
                 ):
                     self._owed[client_id, message.payload] = None
@@ -197,6 +217,10 @@ class Ledger:
         elif isinstance(op, Acquire):
             if isinstance(outcome, Acquired) and op.clean:
                 self._forgotten(op.client_id, asked_for=not op.create)
+        elif isinstance(op, Expire):
+            assert isinstance(outcome, tuple)
+            for expired in outcome:
+                self._forgotten(expired.client_id, asked_for=False)
         elif isinstance(op, StoreWill):
             self._wills.add(op.will.incarnation)
         elif isinstance(op, DropWill):
@@ -211,6 +235,7 @@ class Ledger:
             self.broken(f"P7: the session of {client_id!r} was deleted")
         belief.base.clear()
         belief.others_ended()
+        belief.must_hear = belief.must_hear or (belief.exists and not asked_for)
         belief.exists = False
         self._forgive(client_id, None)
 
@@ -301,23 +326,26 @@ class Ledger:
                 self.broken(f"P7: {link} started clean before the old record was deleted")
             belief.base.clear()
             belief.others_ended()
-            belief.exists = False
+            belief.exists = belief.must_hear = False
             self._forgive(client_id, None)
             return
         if record is None or record.consumer.incarnation != session.incarnation:
             self.broken(f"P7: {link} was accepted without its incarnation on the record")
             return
         stored = {s.filter: s.qos for s in record.subscriptions}
+        if not belief.exists:
+            belief.base.clear()  # of a clean session
         if packet.session_present:
             self._compare(link, belief, stored)
-            if not belief.exists:
-                self.broken(f"P7: {link} was told of a session that it never had")
+            if belief.must_hear:
+                self.broken(f"P7: {link} was never told that its session was deleted")
         else:
             if stored:
                 self.broken(f"P7: {link} was told of no session, and there is one")
             if belief.exists and not self.world.forgets:
                 self.broken(f"P7: {link} lost its session")
             self._forgive(client_id, None)
+            belief.must_hear = False
         belief.base = stored
         belief.others_ended()
         belief.exists = True
@@ -347,7 +375,9 @@ class Ledger:
             if code >= 0x80:
                 continue
             belief.base[topic_filter] = code
-            if not link.clean and stored.get(topic_filter) != code:
+            # or what the client has asked for since, which may be stored by now
+            saved = {code, *(r.wants[topic_filter] for r in requests if topic_filter in r.wants)}
+            if not link.clean and stored.get(topic_filter) not in saved:
                 self.broken(f"P8: {link}: SUBACK for {topic_filter!r} before it was saved")
 
     def _write_unsuback(self, link: Link, packet: Unsuback) -> None:
@@ -363,7 +393,8 @@ class Ledger:
         stored = {} if record is None else {s.filter: s.qos for s in record.subscriptions}
         for topic_filter in request.wants:
             belief.base.pop(topic_filter, None)
-            if topic_filter in stored:
+            saved = {None, *(r.wants[topic_filter] for r in requests if topic_filter in r.wants)}
+            if stored.get(topic_filter) not in saved:
                 self.broken(f"P8: {link}: UNSUBACK for {topic_filter!r} before it was saved")
 
     def _write_acknowledgement(self, link: Link, packet: Packet, packet_id: int) -> None:
@@ -397,9 +428,10 @@ class Ledger:
         delivery = found[0]
         if delivery.state & HELD:
             stored = record.held.get(delivery.offset)
-        else:
-            stored = self.world.store.memory.entry(delivery.offset)
-        if stored is None or stored.payload != payload:
+            right = stored is not None and stored.payload == payload
+        else:  # by what it was appended as: it may have been pruned since
+            right = self._offsets.get(delivery.offset) == payload
+        if not right:
             self.broken(f"P2: {link}: {payload!r} was sent under the claim of another message")
         if delivery.state & RECEIVED:
             self.broken(f"P5: {link}: {payload!r} was sent again after its PUBREC was saved")
@@ -534,6 +566,17 @@ class Ledger:
         for client_id, payload in self._owed:
             if payload in self._acknowledged and not self._delivered.get((client_id, payload)):
                 self.broken(f"P6: {payload!r} never came to {client_id!r}")
+
+    def look_at_stop(self) -> None:
+        """The broker has stopped: the wills of those who were connected stay, as after a crash."""
+        world = self.world
+        if pending := world.loop.pending_tasks():
+            self.broken(f"P7: tasks are left behind: {pending}")
+        for session in self.sessions:
+            if not session.sealed:
+                self.broken(f"P7: {session!r} is not sealed")
+        world.do(world.store.open(now_ms=world.clock.now_ms()))
+        self.violations += [f"store: {wrong}" for wrong in memory_check(world)]
 
     def look_at_end(self) -> None:
         """Everybody has left."""

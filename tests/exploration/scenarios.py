@@ -293,7 +293,6 @@ def slow_topic_plugins(world: World) -> None:
 
 @scenario(faults=1)
 def the_broker_stops(world: World) -> None:
-    world.stops = True
     world.link("dev/1", subscribe((b"t", 1)), publish(b"t", 1), will=b"t")
     world.link("dev/2", subscribe((b"t", 2)), publish(b"t", 2), clean=True)
-    world.event("the broker stops", lambda _: True, lambda w: w.spawn(w.hub.stop()))
+    world.event("the broker stops", lambda _: True, lambda w: w.stop())
