@@ -149,8 +149,9 @@ def back_up(
 ) -> tuple[Manifest, list[str]]:
     """Copy the database in ``data``, also while a broker serves it: one state of it, as committed.
 
-    The broker is another process (LMDB opens a file once in each) and goes on; only what it frees meanwhile is not used again until the copy is done, so
-    its files grow by what it writes in that time. The manifest, and what check found in the copy.
+    The broker is another process (LMDB opens a file once in each), and goes on; only what it frees
+    meanwhile is not used again until the copy is done, so its files grow by what it writes in that
+    time. Gives the manifest, and what check found in the copy.
     Raises StoreUnusable (nothing there, or something at the target), StoreUnavailable, StoreFull.
     """
     kind = kind_in(data) if data.is_dir() else None
@@ -186,7 +187,7 @@ def _must_be_free(target: Path) -> None:
         raise StoreUnusable(str(target), "it is not a directory: name a new one")
 
 
-def _build(  # noqa: PLR0913 - the steps of one function
+def _build(
     data: Path,
     kind: Kind,
     building: Path,
@@ -385,7 +386,7 @@ def restore(
         raise _of_the_system(error) from error
 
 
-def _restore(  # noqa: PLR0913, PLR0917 - the steps of one function
+def _restore(
     backup: Path,
     manifest: Manifest,
     kind: Kind,
@@ -422,7 +423,7 @@ class Migrated:
     kept_in: Path | None
 
 
-def migrate(  # noqa: PLR0913 - what an operator says
+def migrate(
     data: Path,
     *,
     source: Kind,
@@ -456,7 +457,7 @@ def migrate(  # noqa: PLR0913 - what an operator says
         raise _of_the_system(error) from error
 
 
-def _migrate(  # noqa: PLR0913, PLR0917 - the steps of one function
+def _migrate(
     data: Path,
     source: Kind,
     goal: Path,
