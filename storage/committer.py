@@ -82,10 +82,7 @@ class _Open:
 
 def _message_bytes(message: Entry) -> int:
     return (
-        len(message.payload)
-        + len(message.topic)
-        + len(message.properties)
-        + ENTRY_OVERHEAD_BYTES
+        len(message.payload) + len(message.topic) + len(message.properties) + ENTRY_OVERHEAD_BYTES
     )
 
 
@@ -145,9 +142,7 @@ class Committer:
         )
         batch = self._open
         batch.entries.append(entry)
-        batch.appended_bytes += (
-            len(payload) + len(topic) + len(properties) + ENTRY_OVERHEAD_BYTES
-        )
+        batch.appended_bytes += len(payload) + len(topic) + len(properties) + ENTRY_OVERHEAD_BYTES
         if not self._hurry:
             self.hurry()
         return entry
@@ -372,6 +367,11 @@ class Committer:
         """Whether the feeder that asks must stop reading (and call ``when_room``)."""
         self.over = self._bytes + self._open.appended_bytes > self.bytes_max
         return self.over
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What counts against ``bytes_max``: not committed yet."""
+        return self._bytes + self._open.appended_bytes
 
     def when_room(self, call: Callable[[], None]) -> None:
         """Have ``call`` run once there is room again."""
