@@ -176,6 +176,7 @@ class Connection(asyncio.Protocol):
         self.deadline_s = hub.clock.monotonic() + hub.settings.connect_timeout_s
         self._connecting: asyncio.Task[None] | None = None
         self._parts: list[bytes] = []
+        self._parts_bytes = 0
         self._flush_scheduled = False
         self._waiting: deque[_Waiting] = deque()
         self._lane: deque[Packet] = deque()
@@ -213,6 +214,8 @@ class Connection(asyncio.Protocol):
         if session is None or self._lane or self._lane_task is not None or self.guard.slow:
             self._queue(packets)
             return
+        committer = self.hub.committer
+        before = committer.waiting_bytes
         for i, packet in enumerate(packets):
             kind = type(packet)
             if kind is Publish:
@@ -227,8 +230,8 @@ class Connection(asyncio.Protocol):
             if self.ended is not None:
                 return
         session.turn_over()
-        if self.hub.committer.pressure():
-            self._pause_for_room()
+        if committer.waiting_bytes > before and committer.pressure():
+            self._pause_for_room()  # only who feeds it: others are heard while a disk hangs (P11)
 
     def _publish(self, session: Session, packet: Publish) -> None:
         flags, topic, packet_id, payload, _ = packet
@@ -277,8 +280,6 @@ class Connection(asyncio.Protocol):
                 self._start_lane()
         if self._lane_bytes > LANE_BYTES_MAX:
             self.pause()
-        if self.hub.committer.pressure():
-            self._pause_for_room()
 
     def _start_lane(self) -> None:
         self._lane_task = asyncio.ensure_future(self._work())
@@ -322,7 +323,9 @@ class Connection(asyncio.Protocol):
         finally:
             self._lane_task = None
             self._lane_bytes = 0
-            if self._paused and not self.hub.committer.over:
+            if self._paused and self.hub.committer.over:
+                self.hub.committer.when_room(self.resume)
+            elif self._paused:
                 self.resume()
         if self.ended is not None:
             return
@@ -357,8 +360,10 @@ class Connection(asyncio.Protocol):
             if self.ended is not None or session.sealed:
                 return
             self.guard.message_received(packet, permitted=True)
+        committer = self.hub.committer
+        before = committer.waiting_bytes
         self._publish(session, packet)
-        if self.hub.committer.pressure():
+        if committer.waiting_bytes > before and committer.pressure():
             self._pause_for_room()
 
     def _acknowledge_refused(self, session: Session, packet: Publish) -> None:
@@ -428,7 +433,8 @@ class Connection(asyncio.Protocol):
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
-        if size > WRITE_HIGH_BYTES:
+        self._parts_bytes += size
+        if self._parts_bytes > WRITE_HIGH_BYTES:
             self.flush()  # so that the transport can say that it is full
 
     def acknowledge(self, data: bytes, *, stored: bool) -> None:
@@ -458,6 +464,7 @@ class Connection(asyncio.Protocol):
         if not parts:
             return
         self._parts = []
+        self._parts_bytes = 0
         if self.closed:
             return
         data = b"".join(parts) if len(parts) > 1 else parts[0]
