@@ -236,8 +236,8 @@ class Connection(asyncio.Protocol):
     def _publish(self, session: Session, packet: Publish) -> None:
         flags, topic, packet_id, payload, _ = packet
         if topic[:1] == b"$":
-            log.warning("client %r published to a topic with a leading $", session.client_id)
-            self._end(MALFORMED)  # [MQTT-4.7.2-1]: applications must not; amqtt closes too
+            # not for applications [MQTT-4.7.2-1], but no error either: as what is not permitted
+            self._acknowledge_refused(session, packet)
             return
         self.hub.figures.published += 1
         session.receive(topic, payload, (flags >> 1) & 3, packet_id, retain=bool(flags & 1))
