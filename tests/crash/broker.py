@@ -25,10 +25,15 @@ listens, can connect to itself and keep the broker out."""
 
 
 class Fate(NamedTuple):
-    """How a process is to die. point: see ``points``, "" = not by itself. nth: at which time."""
+    """How a process is to live and die.
+
+    point: see ``points``, "" = it does not die by itself. nth: at which time it dies there.
+    window: deliveries to one client that are not acknowledged.
+    """
 
     point: str = ""
     nth: int = 0
+    window: int = 100
 
 
 def _serve(data: str, port: int, store: str, fate: Fate, log: str) -> None:
@@ -39,7 +44,7 @@ def _serve(data: str, port: int, store: str, fate: Fate, log: str) -> None:
     from broker_ext.cli import app  # noqa: PLC0415 - in the broker's process only
     from tests.crash import points  # noqa: PLC0415
 
-    points.make_small()
+    points.make_small(fate.window)
     points.arm(fate.point, fate.nth)
     app(["serve", "--data", data, "--bind", f"{HOST}:{port}", "--store", store])
 

@@ -34,7 +34,7 @@ __all__ = ["Campaign", "Kind", "run"]
 Kind = Literal["lmdb", "sqlite"]
 LIVE_S = (0.15, 0.9)
 """How long a process lives if no crash point ends it before."""
-STARTS_MAX = 5
+WINDOWS = (3, 20, 100)
 
 
 def _clients(world: World) -> tuple[list[Publisher], list[Subscriber]]:
@@ -68,10 +68,13 @@ class Campaign:
     async def run(self) -> list[Fact]:
         """Run all of it; give the history."""
         try:
+            fate: Fate | None = None
             for number in range(self.kills):
-                how = await self._one_life(self._fate(is_new=number == 0))
+                fate = self._fate(fate)
+                how = await self._one_life(fate)
                 self.world.note(facts.Died(how))
-                await self._inspect()
+                if not how.startswith("boot.") or self.rng.random() < 0.5:
+                    await self._inspect()  # an opening of its own: not always before the next one
                 self.tell(f"{number + 1}/{self.kills} {how}")
             await self._drain()
             await self._inspect()
@@ -81,13 +84,16 @@ class Campaign:
                 await client.leave()
         return self.world.history
 
-    def _fate(self, *, is_new: bool) -> Fate:
-        """Choose a crash point, or a random moment."""
-        chance = self.rng.random()
-        if chance < 0.3:
-            return Fate()
-        point = self.rng.choice(points_of(self.store, is_new=is_new))
-        return Fate(point, self.rng.randint(1, POINTS[point].most))
+    def _fate(self, before: Fate | None) -> Fate:
+        """Choose a crash point, or a random moment. before: None = there is no database yet."""
+        rng = self.rng
+        window = rng.choice(WINDOWS)
+        if before is not None and before.point.startswith("boot.") and rng.random() < 0.5:
+            return before  # it dies in its opening again and again
+        if rng.random() < 0.3:
+            return Fate(window=window)
+        point = rng.choice(points_of(self.store, is_new=before is None))
+        return Fate(point, rng.randint(1, POINTS[point].most), window)
 
     async def _one_life(self, fate: Fate) -> str:
         """Start a process, have clients talk to it until it dies; say how it died."""

@@ -48,6 +48,8 @@ END: Final = "end"
 """Topic of the marker that is published when everything else is accepted."""
 WINDOW: Final = 40
 """Messages a publisher has under way."""
+PACKET_IDS: Final = 60
+"""Packet ids a publisher has: it uses them again soon."""
 
 
 class World:
@@ -355,8 +357,8 @@ class Publisher(Client):
         """Send a message for the first time."""
         assert self.link is not None
         while self._next_id in self.pending:
-            self._next_id = self._next_id % 65_535 + 1
-        packet_id, self._next_id = self._next_id, self._next_id % 65_535 + 1
+            self._next_id = self._next_id % PACKET_IDS + 1
+        packet_id, self._next_id = self._next_id, self._next_id % PACKET_IDS + 1
         pending = self.pending[packet_id] = _Pending(message, payload)
         self._send(self.link, packet_id, pending, dup=False)
 
@@ -594,6 +596,12 @@ class Subscriber(Client):
             assert link is not None
             self._catch_up(link)
             if self.saw_end.is_set() and not self._handshakes:
-                return True
+                # whoever takes over gets nothing of it again, and the connection is closed
+                link.ping()
+                await asyncio.sleep(0.1)
+                if await self.connect():
+                    await self.must_be_taken_over(link)
+                    await asyncio.sleep(0.3)
+                    return True
             await asyncio.sleep(0.02)
         return False

@@ -15,11 +15,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from broker_ext import durable, outbound
 from broker_ext.connection import Connection
 from broker_ext.hub import Hub
 from broker_ext.registry import Registry
 from broker_ext.wills import Wills
-from storage import engine, lmdb_store, sqlite_store
+from storage import committer, engine, lmdb_store, sqlite_store
 from storage.committer import Committer
 from storage.durable import DurableStore
 from storage.history import History
@@ -182,20 +183,28 @@ def _arm_checkpoint(fuse: _Fuse, *, before: bool) -> None:
     _SqliteDatabase.write = write  # type: ignore[method-assign]
 
 
-def make_small() -> None:
-    """Have what seldom happens happen often: maps grow, logs are checkpointed, history is pruned
-    and blocks are cut within the second that a process may live."""
+def make_small(window: int) -> None:
+    """Have what seldom happens happen often, within the second that a process may live.
+
+    Maps grow, logs are checkpointed, history is pruned, packet ids are used again, sessions lag
+    behind what the committer remembers. window: deliveries to one client, as ``max_inflight``.
+    """
     lmdb_store.MAP_BYTES = 1 << 20  # type: ignore[misc]
     sqlite_store.CHECKPOINT_BYTES = 256 << 10  # type: ignore[misc]
+    committer.TAIL_BYTES_MAX = 64 << 10  # type: ignore[misc]
+    outbound.PACKET_IDS = 500  # type: ignore[misc]
+    outbound.ROW_FLIGHTS_MAX = 16  # type: ignore[misc]
+    durable.AHEAD_MIN = 2 * window  # type: ignore[misc]
     original = Hub.__init__
 
     def init(self: Hub, store: Any, settings: Any, clock: Any) -> None:
-        for name, seconds in (
+        for name, value in (
             ("prune_interval_s", 0.1),
             ("checkpoint_interval_s", 0.1),
             ("will_recovery_delay_s", 0.2),
+            ("max_inflight", window),
         ):
-            object.__setattr__(settings, name, seconds)
+            object.__setattr__(settings, name, value)
         original(self, store, settings, clock)
 
     Hub.__init__ = init  # type: ignore[method-assign]
