@@ -255,6 +255,11 @@ class Block:
         return {self.names[row[3]]: offset for offset, row in enumerate(rows, start=self.first)}
 
     @property
+    def raw_bytes(self) -> int:
+        """As stored."""
+        return len(self._raw)
+
+    @property
     def body_bytes(self) -> int:
         """Of all entries."""
         return len(self._raw) - self._bodies_at

@@ -171,7 +171,8 @@ def _marks(txn: ReadTxn, ends: Ends) -> Iterator[str]:
             yield f"the mark of topic {number} is not in order"
         if txn.get(Space.TOPIC_NAME, packed_id) is None:
             yield f"topic {number} has a mark and no name"
-    if not marks == ends.marks == (found := _count(txn, Space.MARK_ORDER)):
+    found = _count(txn, Space.MARK_ORDER)
+    if not marks == ends.marks == found:
         yield f"there are {marks} marks, {found} in order, {ends.marks} counted"
 
 

@@ -241,7 +241,7 @@ def _set_presence(txn: WriteTxn, record: Record, *, detached_ms: int, expiry_s: 
 
 def acquire(txn: WriteTxn, history: History, op: Acquire) -> Acquired:
     """See storage.api.Acquire."""
-    assert len(op.incarnation) == INCARNATION_BYTES, "an incarnation has 16 bytes"  # noqa: S101
+    assert len(op.incarnation) == INCARNATION_BYTES, "an incarnation has 16 bytes"
     record = find(txn, op.client_id)
     if record is not None and record.user not in (op.user, UNCLAIMED):
         raise NotOwner(record.id)
@@ -283,12 +283,7 @@ def advance(txn: WriteTxn, _: History, op: Advance) -> None:
     """See storage.api.Advance. The common case (a claim made, one settled) is three writes."""
     number = op.consumer_id
     record = _owned(txn, number, op.incarnation)
-    for claim in op.claims:
-        if claim.number < record.next_claim and not _has_claim(txn, number, claim.number):
-            raise ClaimNotHeld(number, claim.number)
-    for settled in op.settled:
-        if not _has_claim(txn, number, settled):
-            raise ClaimNotHeld(number, settled)
+    _must_hold(txn, record, op)
     lowest = record.cursor if op.cursor is None else op.cursor
     for claim in op.claims:
         txn.put(Space.CLAIM, U64_U64.pack(number, claim.number), encode_claim(number, claim))
@@ -311,8 +306,12 @@ def advance(txn: WriteTxn, _: History, op: Advance) -> None:
     _save(txn, record)
 
 
-def _has_claim(txn: ReadTxn, consumer_id: int, number: int) -> bool:
-    return txn.get(Space.CLAIM, U64_U64.pack(consumer_id, number)) is not None
+def _must_hold(txn: ReadTxn, record: Record, op: Advance) -> None:
+    """Raise ClaimNotHeld unless each claim that is not new is there."""
+    old = [claim.number for claim in op.claims if claim.number < record.next_claim]
+    for number in (*old, *op.settled):
+        if txn.get(Space.CLAIM, U64_U64.pack(record.id, number)) is None:
+            raise ClaimNotHeld(record.id, number)
 
 
 def _hold(txn: WriteTxn, record: Record, op: Advance) -> None:

@@ -149,32 +149,27 @@ class _Reading:
     bytes_left: int
     taken: list[tuple[Entry, int]] = field(default_factory=list)
 
-    def run(self, blocks: Iterator[tuple[int, bytes | None]]) -> int:
+    def run(self, blocks: Iterator[tuple[int, Block | None]]) -> int:
         """Take entries; up to where everything was read."""
         read_bytes = 0
-        for first, raw in blocks:
+        for first, block in blocks:
             if read_bytes > SLICE_BYTES_MAX:
                 return first - 1
-            if raw is None:
+            if block is None:
                 self.look_into_damage(first)
                 continue
-            read_bytes += len(raw)
-            if (stopped := self.take(first, raw)) is not None:
+            read_bytes += block.raw_bytes
+            if (stopped := self.take(block)) is not None:
                 return stopped
         return self.ends.head
 
-    def take(self, first: int, raw: bytes) -> int | None:
+    def take(self, block: Block) -> int | None:
         """Take what matches in a block. Where to stop, if the chunk is full."""
-        try:
-            block = Block(first, raw)
-        except Damage:
-            self.look_into_damage(first)
-            return None
         qos_of = [self.grant(name) for name in block.names]
         if block.is_sound and not any(qos_of):
             return None
         rows = block.rows()
-        for position in range(max(self.start + 1 - first, 0), block.count):
+        for position in range(max(self.start + 1 - block.first, 0), block.count):
             topic = rows[position][3]
             if block.is_sound and not qos_of[topic]:
                 continue
@@ -221,8 +216,11 @@ def topics_of(txn: ReadTxn, first: int) -> Iterator[bytes]:
 
 def _plan(
     txn: ReadTxn, ends: Ends, start: int, grant: Accept, filters: Sequence[bytes]
-) -> Iterator[tuple[int, bytes | None]]:
-    """The blocks to read, in order: by topic if that is cheaper, else all of them."""
+) -> Iterator[tuple[int, Block | None]]:
+    """The blocks to read, in order: by topic if that is cheaper, else all of them.
+
+    None stands for a block that is damaged as a whole, or missing.
+    """
     missed = ends.head - start
     blocks = ends.blocks * missed // max(1, ends.head - ends.floor)
     if filters and blocks > TAIL_BLOCKS_MAX:
@@ -234,14 +232,21 @@ def _plan(
 
 def _by_topic(
     txn: ReadTxn, ends: Ends, start: int, ids: Sequence[int]
-) -> Iterator[tuple[int, bytes | None]]:
+) -> Iterator[tuple[int, Block | None]]:
     """Blocks that the index has for any of these topics, then the tail, which it does not know."""
     for first in candidates(txn, ids, first_block(txn, start + 1), ends.indexed):
-        yield first, txn.get(Space.HISTORY, U64.pack(first))
+        yield first, _block(first, txn.get(Space.HISTORY, U64.pack(first)))
     yield from _scan(txn, ends, max(start, ends.indexed))
 
 
-def _scan(txn: ReadTxn, ends: Ends, start: int) -> Iterator[tuple[int, bytes | None]]:
+def _block(first: int, raw: bytes | None) -> Block | None:
+    try:
+        return Block(first, raw or b"")
+    except Damage:
+        return None
+
+
+def _scan(txn: ReadTxn, ends: Ends, start: int) -> Iterator[tuple[int, Block | None]]:
     """Every block from the one that holds start + 1 on; a hole between two is damage."""
     expected = start + 1
     if expected > ends.head:
@@ -249,11 +254,12 @@ def _scan(txn: ReadTxn, ends: Ends, start: int) -> Iterator[tuple[int, bytes | N
     begin = first_block(txn, expected)
     for key, raw in txn.scan(Space.HISTORY, U64.pack(begin), U64.pack(ends.head + 1)):
         first = int.from_bytes(key, "big")
-        if first > expected:
+        if first > expected and expected:
             yield expected, None
-        yield first, raw
-        expected = first + (raw[2] << 8 | raw[3])
-    if expected <= ends.head:
+        block = _block(first, raw)
+        yield first, block
+        expected = block.last + 1 if block else 0  # it cannot tell where it ends
+    if 0 < expected <= ends.head:
         yield expected, None
 
 

@@ -88,7 +88,7 @@ async def test_at_the_maximum_of_the_map_the_store_is_full_until_history_is_prun
     await db.open()
     payload = bytes(1 << 20)
     appended = 0
-    with pytest.raises(StoreFull, match="maximum"):
+    with pytest.raises(StoreFull, match="maximum"):  # noqa: PT012 - some append will be too many
         while True:
             await db.append(message(payload=payload))
             appended += 1

@@ -152,9 +152,10 @@ async def test_crashes_between_the_commit_of_a_boot_and_the_sidecar_mint_nothing
         write(self, path)
 
     for boot in (1, 2, 3):
-        with monkeypatch.context() as patch, pytest.raises(StoreFull):
+        with monkeypatch.context() as patch:
             patch.setattr(Sidecar, "write", write_unless_new)
-            await db.backend.start().open(now_ms=NOW_MS)
+            with pytest.raises(StoreFull):
+                await db.backend.start().open(now_ms=NOW_MS)
         assert files.alter(read_identity).boot == boot + 1
     opened = await db.reopen()
     assert (opened.minted, opened.log.generation, opened.log.boot) == ("", generation, 5)
