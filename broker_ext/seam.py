@@ -21,7 +21,9 @@ What other plugins see (``BrokerContext``):
     add_subscription        is saved before it returns; for a client that is not connected, in a
                             durable session that belongs to the first user who connects with its id
     session.retained_messages   what a plugin queues for a session at rest is delivered, once its
-                            client connects; we never queue there
+                            client connects; we never queue there, and so never fire
+                            ``on_broker_retained_message`` with a client id: what waits for a
+                            session is in the history, once for all
 
 Mind: amqtt schedules ``on_*`` events without waiting and drops what they raise; so nothing here
 that a promise hangs on is an event.
@@ -38,6 +40,7 @@ import socket
 import sys
 from collections import OrderedDict
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import amqtt
@@ -54,9 +57,9 @@ from amqtt.session import Session as AmqttSession
 
 from broker_ext.connection import WRITE_HIGH_BYTES, Connection
 from broker_ext.hub import REFUSED_RESUME
+from broker_ext.registry import GaveUpError
 from broker_ext.session import REFUSED, End, Grant
 from broker_ext.transports import external_transport, websocket_transport
-from broker_ext.registry import GaveUpError
 from broker_ext.wire import Connect, MalformedPacket, Publish, check_topic, encode, valid_filter
 from storage.api import (
     INCARNATION_BYTES,
@@ -96,6 +99,7 @@ RELIES_ON: Final[tuple[tuple[object, str], ...]] = (
     (Broker, "retain_message"),
     (Broker, "add_subscription"),
     (Broker, "create_offline_session"),
+    (Broker, "_cleanup_session"),
     (Broker, "_start_listeners"),
     (Broker, "_authenticate"),
     (Broker, "_topic_filtering"),
@@ -441,6 +445,7 @@ class Seam:
         broker.retain_message = self._retain
         broker.add_subscription = self._add_subscription
         broker.create_offline_session = self._create_offline_session
+        broker._cleanup_session = self._cleanup_session
 
     def refuse_to_start(self, reason: BaseException) -> None:
         """Have ``Broker.start`` fail: the store cannot be used, so nothing may be served."""
@@ -522,7 +527,7 @@ class Seam:
         from here on the transport talks to our protocol."""
         del reader
         transport: Any = writer.transport
-        peername = transport.get_extra_info("peername")
+        peername = writer.get_extra_info("peername")
         try:
             server = self._server(listener_name)
         except BrokerError:
@@ -755,33 +760,41 @@ class Seam:
             self.hide_session(shown)
             while not shown.retained_messages.empty():
                 queued.append(shown.retained_messages.get_nowait())
-        self._at_rest.pop(client_id, None)
         self.broker._sessions[client_id] = (view, handler)
         return queued
 
     def show_at_rest(self, view: SessionView, *, kept: bool) -> None:
-        """Its client left. kept: the session stays, and is shown like amqtt's own until amqtt's
-        monitor takes it away, or AT_REST_SHOWN_MAX others have come to rest after it."""
+        """Its client left: show it, as amqtt does, until amqtt's monitor takes it away; which it
+        does within a second but for durable sessions of named users. kept: it may be one of those,
+        which are shown until AT_REST_SHOWN_MAX others have come to rest after it."""
         client_id = str(view.client_id)
         shown = self.broker._sessions.get(client_id)
-        if shown is not None and shown[0] is not view:
-            return  # taken over: the newer connection is shown
-        if not kept:
-            self.hide_session(view)
-            return
         if shown is not None:
+            if shown[0] is not view:
+                return  # taken over: the newer connection is shown
             self.broker._sessions[client_id] = (view, _HandlerView(None))
+        if not kept:
+            return
         self._at_rest[client_id] = view
         self._at_rest.move_to_end(client_id)
         while len(self._at_rest) > AT_REST_SHOWN_MAX:
             _, oldest = self._at_rest.popitem(last=False)
             self.hide_session(oldest)
 
+    async def _cleanup_session(self, client_id: str) -> None:
+        """In place of amqtt's, which looks through all subscriptions for each session."""
+        view, handler = self.broker._sessions.get(client_id, (None, None))
+        if view is not None:
+            await handler.stop()
+            self.hide_session(view)
+
     def hide_session(self, view: SessionView) -> None:
         """Show a session no longer, nor its subscriptions."""
-        sessions = self.broker._sessions
-        if sessions.get(view.client_id, (None,))[0] is view:
-            del sessions[view.client_id]
+        client_id = str(view.client_id)
+        if self.broker._sessions.get(client_id, (None,))[0] is view:
+            del self.broker._sessions[client_id]
+        if self._at_rest.get(client_id) is view:
+            del self._at_rest[client_id]
         for topic_filter in list(view.shown):
             self.hide_subscription(topic_filter, view)
 
@@ -811,13 +824,40 @@ class Seam:
     def retained_changed(self, message: Entry, *, loaded: bool) -> None:
         """Keep ``context.retained_messages`` true (retained.RetainedMirror)."""
         topic = message.topic.decode()
-        shown = RetainedApplicationMessage(None, topic, message.payload, message.qos)
+        shown = _Retained(None, topic, message.payload, message.qos)
+        shown.seam, shown.origin = self, message.origin
         if message.payload:
             self._retained.show(topic, shown)
         else:
             self._retained.hide(topic)
         if not loaded:
             self.fire(BrokerEvents.RETAINED_MESSAGE, client_id=None, retained_message=shown)
+
+
+class _Retained(RetainedApplicationMessage):
+    """A retained message as amqtt's plugins see it. It keeps its publisher's name, not the session:
+    there may be one publisher for each."""
+
+    __slots__ = ("origin", "seam")
+
+    seam: Seam
+    origin: bytes
+
+    @property
+    def source_session(self) -> AmqttSession | None:  # type: ignore[override]
+        """The session of its publisher; of one that is shown no longer, only the client id."""
+        if not self.origin:
+            return None
+        client_id = self.origin.decode()
+        view, _ = self.seam.broker._sessions.get(client_id, (None, None))
+        if view is None:
+            view = SessionView()
+            view.client_id = client_id
+        return view  # type: ignore[no-any-return]
+
+    @source_session.setter
+    def source_session(self, session: AmqttSession | None) -> None:
+        """Amqtt's constructor sets it."""
 
 
 class _RetainedView(dict[str, RetainedApplicationMessage]):
@@ -876,4 +916,4 @@ def _run_by_script() -> bool:
     spec = getattr(main, "__spec__", None)
     if spec is not None and spec.name == "amqtt.scripts.broker_script":
         return True
-    return os.path.basename(getattr(main, "__file__", None) or "") == "amqtt"
+    return Path(getattr(main, "__file__", None) or "").name == "amqtt"

@@ -157,8 +157,8 @@ async def external_transport(
             head += byte
             length |= (byte[0] & 0x7F) << shift
             if not byte[0] & 0x80:
-                return head + (await reader.read(length) if length else b"")
+                return bytes(head) + (bytes(await reader.read(length)) if length else b"")
             shift += 7
-        return head  # five length bytes: the decoder says what is wrong
+        return bytes(head)  # five length bytes: the decoder says what is wrong
 
     await _serve(_QueuedTransport(send, writer.close), make, read)

@@ -129,9 +129,7 @@ class Running:
         """What any plugin gets."""
         return self.recorder.context
 
-    async def dial(
-        self, listener: str = "default", *, tls: ssl.SSLContext | None = None
-    ) -> Client:
+    async def dial(self, listener: str = "default", *, tls: ssl.SSLContext | None = None) -> Client:
         reader, writer = await asyncio.open_connection(
             "127.0.0.1",
             self.port(listener),
@@ -160,7 +158,7 @@ class Running:
     async def left(self, client_id: bytes) -> None:
         """Wait until the broker has noticed that a client left."""
         async with asyncio.timeout(PATIENCE_S):
-            while client_id in self.hub.registry.owners:
+            while client_id in self.hub.registry.owners:  # noqa: ASYNC110 - no event for it
                 await asyncio.sleep(0.001)
 
 

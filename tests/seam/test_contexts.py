@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -94,6 +95,34 @@ async def test_retained_messages_show_what_clients_retained_and_what_was_stored(
         assert (message.topic, message.data, message.qos) == ("b", b"of b", 1)
 
 
+async def test_a_retained_message_names_the_session_of_its_publisher(tmp_path: Path) -> None:
+    async with running(tmp_path) as broker:
+        client = await broker.connect(b"device", clean=True)
+        client.publish(b"a", b"x", retain=True)
+        await client.next(Puback)
+        message = broker.context.retained_messages["a"]
+        assert message.source_session is broker.context.get_session("device")
+        await client.disconnect()
+        await broker.context.retain_message("b", b"x")
+        assert broker.context.retained_messages["b"].source_session is None
+    async with running(tmp_path) as broker:
+        session = broker.context.retained_messages["a"].source_session
+        assert session is not None
+        assert session.client_id == "device"
+
+
+async def test_amqtts_monitor_takes_away_what_amqtt_would_not_keep(tmp_path: Path) -> None:
+    async with running(tmp_path) as broker:
+        client = await broker.subscriber(b"device", (b"a", 1))
+        await client.disconnect()
+        async with asyncio.timeout(10):
+            while broker.context.get_session("device") is not None:  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+        assert shown(broker) == {}
+        again = await broker.connect(b"device")  # anonymous, and as durable as any other
+        assert again.connack.session_present
+
+
 async def test_what_a_plugin_puts_into_retained_messages_is_retained(tmp_path: Path) -> None:
     """As amqtt's SessionDBPlugin does when it restores."""
     async with running(tmp_path) as broker:
@@ -134,7 +163,8 @@ async def test_sessions_and_subscriptions_show_the_connected_and_those_at_rest(
         await two.disconnect()
         await broker.left(b"one")
         await broker.left(b"two")
-        assert [s.client_id for s in context.sessions] == ["one"]  # the clean one is over
+        await broker.broker._cleanup_session("two")  # as amqtt's monitor does with a clean one
+        assert [s.client_id for s in context.sessions] == ["one"]
         assert shown(broker) == {"b": [("one", 0)]}
         view = context.get_session("one")
         assert view is not None

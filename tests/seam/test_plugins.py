@@ -81,7 +81,7 @@ class Lists(TopicAccessControlListPlugin):
     """The plugin with the option that its Config lacks."""
 
     @dataclass
-    class Config:
+    class Config:  # noqa: D106 - the base's
         publish_acl: dict[str, list[str]] = field(default_factory=dict)
         subscribe_acl: dict[str, list[str]] = field(default_factory=dict)
         receive_acl: dict[str, list[str]] = field(default_factory=dict)
@@ -333,9 +333,7 @@ async def test_all_four_packets_of_a_qos_2_delivery_are_told_both_ways(tmp_path:
                 client.send(Pubrec(packet.packet_id))
         await client.quiet()
         for event in ("mqtt_packet_received", "mqtt_packet_sent"):
-            told = {
-                type(a["packet"]).__name__ for n, a in broker.recorder.events if n == event
-            }
+            told = {type(a["packet"]).__name__ for n, a in broker.recorder.events if n == event}
             assert {"PublishPacket", "PubrecPacket", "PubrelPacket", "PubcompPacket"} <= told
 
 
