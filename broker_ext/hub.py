@@ -7,6 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Final
 
 from broker_ext.figures import Figures
+from broker_ext.history import History
 from broker_ext.registry import Registry
 from broker_ext.resume import Finding, Verdict
 from broker_ext.retained import RetainedStore
@@ -64,6 +65,7 @@ class Hub:
         self.retained: RetainedStore
         self.wills = Wills(self)
         self.registry = Registry(self)
+        self.history = History(self)
         self._timers: list[asyncio.Task[None]] = []
         self._pruned_at = -1
 
@@ -91,6 +93,7 @@ class Hub:
     async def load(self) -> None:
         """Read what is needed in memory (retained messages), and begin what the clock drives."""
         await self.retained.load(self.store)
+        await self.history.load()
         settings = self.settings
         self._every(TICK_S, self._look_for_silence)
         self._every(settings.checkpoint_interval_s, self._checkpoint)
@@ -112,6 +115,7 @@ class Hub:
         await self._drain()
         for connection in list(self.connections):
             connection.finish(SHUTDOWN)
+        await self.history.close()
         await self.wills.settle()
         await self._drain()
         self.committer.close()
@@ -160,6 +164,7 @@ class Hub:
             self.committer.batches == self._pruned_at and self.settings.max_age_s is None
         ):
             return
+        await self.history.checkpoint()
         settings = self.settings
         now_ms = self.clock.now_ms()
         before_ms = now_ms - int(settings.retain_for_s * 1000)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,15 @@ from amqtt.plugins.base import BasePlugin
 from broker_ext.hub import Hub
 from broker_ext.seam import Seam
 from broker_ext.settings import Settings
+from broker_ext.wire import valid_filter
 from storage import open_store
 from storage.clock import SystemClock
 from storage.errors import StoreError
 
 if TYPE_CHECKING:
     from amqtt.broker import BrokerContext
+
+    from broker_ext.history import History
 
 __all__ = ["DurableSessionPlugin"]
 
@@ -75,6 +78,8 @@ class DurableSessionPlugin(BasePlugin[Any]):
         """Seconds between checkpoints of quiet sessions."""
         retain_for: float = 0.0
         """Seconds that history is kept even when every session has it."""
+        history_filters: list[str] = field(default_factory=list)
+        """Topic filters that are always logged (QoS >= 1), so that `plugin.history` can resume."""
         max_age: float | None = None
         """Hard cap: seconds after which history is deleted even if a session still needs it."""
         max_bytes: int | None = None
@@ -96,6 +101,10 @@ class DurableSessionPlugin(BasePlugin[Any]):
             _one_of("durability", self.durability, ("fsync", "os"))
             _one_of("on_generation_change", self.on_generation_change, ("resume", "reset"))
             _one_of("on_history_pruned", self.on_history_pruned, ("reset", "skip"))
+            for name in self.history_filters:
+                if not valid_filter(name.encode()):
+                    msg = f"history_filters has {name!r}, which is no topic filter [MQTT-4.7.1]"
+                    raise ValueError(msg)
             for name, low, high in (
                 ("max_inflight", 1, 65_535),
                 ("max_packet_bytes", 1024, 268_435_455),
@@ -123,6 +132,14 @@ class DurableSessionPlugin(BasePlugin[Any]):
         self.hub: Hub | None = None
         self._data = Path(self.config.data).expanduser()
         self._seam = Seam(context)
+
+    @property
+    def history(self) -> History:
+        """The history, to read on from a position of your own; while the broker runs."""
+        if self.hub is None:
+            msg = "the broker is not running"
+            raise RuntimeError(msg)
+        return self.hub.history
 
     async def on_broker_pre_start(self) -> None:
         """Open the store and take over the connections."""
@@ -190,6 +207,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             will_recovery_delay_s=config.will_recovery_delay,
             on_generation_change=config.on_generation_change,
             on_history_pruned=config.on_history_pruned,
+            history_filters=tuple(config.history_filters),
             max_age_s=config.max_age,
             max_bytes=self._max_bytes(),
             max_messages=config.max_messages,

@@ -37,6 +37,7 @@ class Settings:
     will_recovery_delay_s: float = 10.0
     on_generation_change: Literal["resume", "reset"] = "resume"
     on_history_pruned: Literal["reset", "skip"] = "reset"
+    history_filters: tuple[str, ...] = ()
     max_age_s: float | None = None
     max_bytes: int | None = None
     max_messages: int | None = None

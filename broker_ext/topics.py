@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["FilterTree", "TopicTree", "matcher", "matches"]
+__all__ = ["FilterTree", "TopicTree", "covers", "matcher", "matches"]
 
 T = TypeVar("T")
 MATCHER_CACHE_MAX = 4096
@@ -34,6 +34,22 @@ def _levels_match(filter_levels: Sequence[bytes], levels: Sequence[bytes]) -> bo
         if i >= count or (level != b"+" and level != levels[i]):
             return False
     return len(filter_levels) == count
+
+
+def covers(wide: bytes, narrow: bytes) -> bool:
+    """Whether every topic that matches the filter ``narrow`` matches ``wide`` too."""
+    wide_levels, narrow_levels = wide.split(b"/"), narrow.split(b"/")
+    if narrow_levels[0][:1] == b"$" and wide_levels[0] in {b"+", b"#"}:
+        return False
+    for i, level in enumerate(wide_levels):
+        if level == b"#":
+            return True
+        if i >= len(narrow_levels) or narrow_levels[i] == b"#":
+            return False
+        if level != b"+" and level != narrow_levels[i]:
+            return False
+    # 'a/#' matches 'a' as well, which 'a/+' and 'a' alone do not cover
+    return len(wide_levels) == len(narrow_levels)
 
 
 def matcher(grants: Sequence[tuple[bytes, int]]) -> Callable[[bytes], int]:

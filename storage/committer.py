@@ -119,6 +119,7 @@ class Committer:
         self._recent: deque[tuple[list[Entry], int]] = deque()
         self._recent_bytes = 0
         self._room: list[Callable[[], None]] = []
+        self._watchers: list[asyncio.Future[None]] = []
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
         self._closed = False
@@ -276,6 +277,11 @@ class Committer:
         for done, outcome in zip(batch.done, result, strict=True):
             _call(done, outcome)
         self._run_after(batch)
+        if batch.entries and self._watchers:
+            watchers, self._watchers = self._watchers, []
+            for watcher in watchers:
+                if not watcher.done():
+                    watcher.set_result(None)
         if self.over or self._room:
             self._make_room()
 
@@ -360,6 +366,12 @@ class Committer:
             )
 
         send()
+
+    def next_commit(self) -> asyncio.Future[None]:
+        """Done when the next batch with entries is committed."""
+        watcher: asyncio.Future[None] = self._loop.create_future()
+        self._watchers.append(watcher)
+        return watcher
 
     # --------------------------------------------------------------------- back pressure
 
