@@ -262,7 +262,7 @@ class DurableStore(ABC):
         assert writer is not None, "an open store has an engine"
         try:
             outcomes = database.write(partial(writer.apply, batch), frees=engine.frees(batch))
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the submitter is told
             writer.aborted()
             return error
         writer.committed()
