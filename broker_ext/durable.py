@@ -106,6 +106,7 @@ class DurableSession(Session):
         self.reset = False
         self._joined = False
         self._checkpoint = False
+        self._unindexed = False
         self._received: list[int] = []
         self._released: list[int] = []
         self._reading: asyncio.Task[None] | None = None
@@ -167,12 +168,11 @@ class DurableSession(Session):
     def _save(self) -> None:
         """Put everything that is not written yet into the open batch."""
         collected = self.out.collect()
-        cursor = self.committer.last if self.live else self.cursor
+        cursor = self._at()
         received, self._received = self._received, []
         released, self._released = self._released, []
-        if not (
-            collected or received or released or (self._checkpoint and cursor != self.saved_cursor)
-        ):
+        checkpoint, self._checkpoint = self._checkpoint, False
+        if not (collected or received or released or checkpoint):
             return
         self.committer.submit(
             Advance(
@@ -186,12 +186,12 @@ class DurableSession(Session):
                 received=received,
                 released=released,
                 next_packet_id=self.out.next_packet_id if collected.flights else None,
-                checkpoint=self._checkpoint,
+                checkpoint=checkpoint,
             ),
             partial(self._saved, collected),
         )
         self.saved_cursor = cursor
-        self._checkpoint = False
+        self._unindexed = not checkpoint
 
     def _saved(self, collected: Collected, outcome: Outcome) -> None:
         if isinstance(outcome, BaseException):
@@ -209,6 +209,10 @@ class DurableSession(Session):
         if not self.live and self.out.low:
             self._pump()
 
+    def _at(self) -> int:
+        """The certificate: what matches at or below it was offered, and claimed if wanted."""
+        return self.committer.last if self.live else self.cursor
+
     def _refused(self, outcome: BaseException) -> None:
         """A write changed nothing. Absorbed and logged, never tried again."""
         if isinstance(outcome, Fenced):
@@ -220,8 +224,12 @@ class DurableSession(Session):
             self.peer.finish(FENCED)
 
     def checkpoint(self) -> None:
-        """Bring the stored position up to what was dispatched (the hub's timer)."""
-        if not self.sealed and self.live and self.committer.last != self.saved_cursor:
+        """Bring the stored position, and retention with it, up to what was dispatched (the hub's
+        timer). Also when the cursor stands still: what was settled since the last one is not needed
+        any more, and pruning waits for the position of a session that went quiet."""
+        if self.sealed:
+            return
+        if self._unindexed or self._at() != self.saved_cursor:
             self._checkpoint = True
             if not self._joined:
                 self._join(lazy=True)
@@ -580,7 +588,7 @@ class DurableSession(Session):
         if cursor is not None:
             self.cursor = cursor if self.live else min(cursor, self.cursor)
             self.live = False
-        self._checkpoint = True
+        self._checkpoint = self._at() != self.saved_cursor
         self._save()
         super().end(end)
         self.committer.submit(

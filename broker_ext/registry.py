@@ -299,6 +299,7 @@ class Registry:
             user=user,
             incarnation=incarnation,
             window=self.hub.settings.max_inflight,
+            unbound=finding.verdict is Verdict.REBIND,
         )
         session.reset = finding.verdict is Verdict.RESET
         return present, session
