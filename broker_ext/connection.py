@@ -199,9 +199,9 @@ class Connection(asyncio.Protocol):
         self.heard = True
         if self.closed or self.ended is not None:
             return
-        packets = self.decoder.feed(data)
         if self.session is not None:
             self.confirmed = True
+        packets = self.decoder.feed(data)
         if packets:
             self._handle(packets)
         if self.decoder.error is not None and self.ended is None:
@@ -543,6 +543,7 @@ class Connection(asyncio.Protocol):
     def refuse(self, code: int) -> None:
         """Answer a CONNECT with a return code other than 0, and close [MQTT-3.2.2-5]."""
         if not self.closed and self.ended is None:
+            self.hub.figures.connects_refused += 1
             self.write(connack(session_present=False, reason=code, version=self.version))
             self._end(LOST)
 
@@ -550,7 +551,6 @@ class Connection(asyncio.Protocol):
         """Close the connection; its session ends with this reason."""
         self._end(end)
 
-            self.hub.figures.connects_refused += 1
     def _malformed(self, error: MalformedPacket) -> None:
         self.hub.figures.malformed += 1
         log.warning("client %s: %s; closing the connection", self.peername, error)
