@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -97,6 +98,9 @@ class DurableSessionPlugin(BasePlugin[Any]):
 
         def __post_init__(self) -> None:
             """Refuse what cannot be."""
+            if not self.data:
+                msg = "data is empty; it must name a directory"
+                raise ValueError(msg)
             _one_of("store", self.store, ("lmdb", "sqlite"))
             _one_of("durability", self.durability, ("fsync", "os"))
             _one_of("on_generation_change", self.on_generation_change, ("resume", "reset"))
@@ -233,7 +237,12 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def _in_range(name: str, value: float | None, low: float, high: float | None) -> None:
     if value is None:
         return
-    if value < low or (high is not None and value > high):
+    if (
+        isinstance(value, bool)  # YAML's `yes`, which Python takes for 1
+        or not math.isfinite(value)
+        or value < low
+        or (high is not None and value > high)
+    ):
         wanted = f"{low} to {high}" if high is not None else f"at least {low}"
         msg = f"{name} is {value}; it must be {wanted}"
         raise ValueError(msg)

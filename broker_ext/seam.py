@@ -87,7 +87,7 @@ if TYPE_CHECKING:
     from broker_ext.wire import Packet
     from storage.api import Outcome, Will
 
-__all__ = ["RELIES_ON", "Seam", "SeamError", "check"]
+__all__ = ["RELIES_ON", "Seam", "SeamError", "SessionView", "check"]
 
 log = logging.getLogger("amqtt_durable.seam")
 
@@ -247,10 +247,10 @@ class _HandlerView:
 # -------------------------------------------------------------------------------- the guard
 
 
-class PluginGuard:
+class _PluginGuard:
     """amqtt's plugins, for one connection. See ``connection.Guard``."""
 
-    def __init__(self, seam: Seam, turn: Turn, peer: tuple[str, int], ssl_object: Any) -> None:
+    def __init__(self, seam: Seam, turn: _Turn, peer: tuple[str, int], ssl_object: Any) -> None:
         self.seam = seam
         self.view = SessionView()
         self.view.remote_address, self.view.remote_port = peer
@@ -379,7 +379,7 @@ class PluginGuard:
         self._turn.over()
 
 
-class Turn:
+class _Turn:
     """One of the ``max_connections`` places of a listener: taken once, given back once."""
 
     def __init__(self, server: Server) -> None:
@@ -512,10 +512,10 @@ class Seam:
         return server
 
     def _admit(
-        self, turn: Turn, transport: Transport, peer: tuple[str, int], ssl_object: Any
+        self, turn: _Turn, transport: Transport, peer: tuple[str, int], ssl_object: Any
     ) -> Connection:
         assert self.hub is not None
-        guard = PluginGuard(self, turn, peer, ssl_object)
+        guard = _PluginGuard(self, turn, peer, ssl_object)
         connection = Connection(self.hub, transport, guard, peername=f"{peer[0]}:{peer[1]}")
         guard.attach(connection)
         return connection
@@ -537,7 +537,7 @@ class Seam:
         if not peername:
             transport.abort()
             return
-        turn = Turn(server)
+        turn = _Turn(server)
         connection = self._admit(
             turn,
             transport,
@@ -553,12 +553,12 @@ class Seam:
             connection.pause()  # as amqtt does: nothing is read before its turn
             self.spawn(self._wait_for_turn(turn, connection))
 
-    async def _wait_for_turn(self, turn: Turn, connection: Connection) -> None:
+    async def _wait_for_turn(self, turn: _Turn, connection: Connection) -> None:
         await turn.come()
         connection.resume()
 
     async def _ws_connected(self, websocket: ServerConnection, listener_name: str) -> None:
-        turn = Turn(self._server(listener_name))
+        turn = _Turn(self._server(listener_name))
         await turn.come()
         address = websocket.remote_address or ("", 0)
         ssl_object = websocket.transport.get_extra_info("ssl_object")
@@ -570,7 +570,7 @@ class Seam:
     async def _external_connected(
         self, reader: ReaderAdapter, writer: WriterAdapter, listener_name: str
     ) -> None:
-        turn = Turn(self._server(listener_name))
+        turn = _Turn(self._server(listener_name))
         await turn.come()
         peer = writer.get_peer_info() or ("", 0)
         await external_transport(
@@ -698,7 +698,7 @@ class Seam:
 
     async def _permits_will(self, will: Will, session: Session | None) -> bool:
         guard = getattr(session.peer, "guard", None) if session is not None else None
-        if isinstance(guard, PluginGuard):
+        if isinstance(guard, _PluginGuard):
             view = guard.view
         else:  # its connection died with the broker
             view = SessionView()
