@@ -9,11 +9,24 @@ import pytest
 
 from broker_ext.wire import Puback, Pubcomp, Publish, Pubrec, Pubrel
 from storage.api import RECEIVED
+from tests.broker.mqtt import running
+from tests.storage.harness import Memory, OnDisk, scratch
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from tests.broker.mqtt import Broker, Client
 
 ENDS = ["cut", "takeover", "stop", "crash"]
+
+
+@pytest.fixture(params=["memory", "lmdb", "sqlite"])
+async def broker(request: pytest.FixtureRequest) -> AsyncIterator[Broker]:
+    """What is promised here is promised over every store."""
+    with scratch() as path:
+        backend = Memory(path) if request.param == "memory" else OnDisk(request.param, path)
+        async with running(backend) as broker:
+            yield broker
 
 
 async def end(broker: Broker, client: Client, how: str) -> None:
@@ -360,8 +373,7 @@ async def test_messages_stay_in_order_when_the_client_falls_behind_and_catches_u
     await subscriber.quiet()
 
 
-async def test_a_restart_over_a_database_on_disk_resumes_exactly(durable_broker: Broker) -> None:
-    broker = durable_broker
+async def test_a_restart_resumes_exactly(broker: Broker) -> None:
     device = Device()
     subscriber = await broker.subscriber(b"s", (b"#", 2))
     publisher = await broker.connect(b"p", clean=True)
