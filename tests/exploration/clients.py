@@ -10,6 +10,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from broker_ext.connection import Connection
+from broker_ext.durable import DurableSession
 from broker_ext.wire import (
     DISCONNECT,
     Connack,
@@ -129,7 +130,9 @@ def publish(topic: bytes, qos: int = 1, *, retain: bool = False) -> Step:
 def settled() -> Step:
     """Wait until everything that was asked and published is answered."""
     return Step(
-        "settled", lambda link: link.accepted and not link.asked and not link.identity.outgoing, _nothing
+        "settled",
+        lambda link: link.accepted and not link.asked and not link.identity.outgoing,
+        _nothing,
     )
 
 
@@ -190,6 +193,8 @@ class FakeGuard:
 
     def connected(self, session: Session) -> None:
         self.link.session = session
+        if self.link.claims_max and isinstance(session, DurableSession):
+            session.out.limit = self.link.claims_max
 
     def disconnected(self, session: Session, end: End) -> None: ...
 
@@ -199,8 +204,9 @@ class FakeGuard:
 class Link:
     """One connection of a client; it is the transport of its ``Connection``.
 
-    arrived: number of its CONNECT among those that were authenticated, 0 = not yet.
-    pipelines: it sends its script right behind the CONNECT.
+    answers: SUBACKs and UNSUBACKs that came. arrived: number of its CONNECT among those that were authenticated, 0 = not yet.
+    pipelines: it sends its script right behind the CONNECT. droppable: it may be lost at any time.
+    claims_max: deliveries that may be claimed for it, 0 = as many as usual.
     """
 
     def __init__(  # noqa: PLR0913 - the facts of a CONNECT
@@ -215,6 +221,7 @@ class Link:
         user: bytes = b"",
         pipelines: bool = False,
         droppable: bool = False,
+        claims_max: int = 0,
     ) -> None:
         self.world = world
         self.name = name
@@ -225,12 +232,14 @@ class Link:
         self.user = user
         self.pipelines = pipelines
         self.droppable = droppable
+        self.claims_max = claims_max
         self.connection: Connection | None = None
         self.session: Session | None = None
         self.decoder = Decoder(server=False)
         self.out: deque[bytes] = deque()
         self.asked: deque[Subscribe | Unsubscribe] = deque()
         self.received: list[Publish] = []
+        self.answers = 0
         self.arrived = 0
         self.accepted = False
         self.refused: int | None = None
@@ -277,9 +286,7 @@ class Link:
 
     def follow(self) -> None:
         """Do what the script has next, as far as it only puts bytes into the socket."""
-        while (
-            self.up and self.steps and not self.steps[0].leaves and self.steps[0].ready(self)
-        ):
+        while self.up and self.steps and not self.steps[0].leaves and self.steps[0].ready(self):
             self._do_step()
 
     def _do_step(self) -> None:
@@ -355,6 +362,7 @@ class Link:
                 self._answered(packet)
             case Suback() | Unsuback():
                 self.asked.popleft()
+                self.answers += 1
             case Publish():
                 self._receive_publish(packet)
             case Pubrel(packet_id):

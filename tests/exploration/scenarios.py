@@ -63,6 +63,11 @@ def over(name: str) -> Step:
     return until(f"{name} is over", lambda world: _link(world, name).gone)
 
 
+def subscribed(name: str) -> Step:
+    """Wait until a link's first SUBSCRIBE was answered."""
+    return until(f"{name} has subscribed", lambda world: _link(world, name).answers > 0)
+
+
 def asked(name: str) -> Step:
     """Wait until a link has nothing more to say."""
     return until(
@@ -282,6 +287,83 @@ def a_slow_client_with_a_small_window(world: World) -> None:
     world.link("dev/1", subscribe((b"t", 2)), settled(), droppable=True)
     world.link("pub/1", asked("dev/1"), *(publish(b"t", 1 + n % 2) for n in range(5)))
     world.link("dev/2", until("delivered", lambda w: bool(_link(w, "dev/1").received)))
+
+
+@scenario()
+def a_slow_client_with_no_room(world: World) -> None:
+    """More messages than may be claimed ahead."""
+    world.link("dev/1", subscribe((b"t", 1)), settled(), claims_max=2)
+    world.link("pub/1", asked("dev/1"), *(publish(b"t", 1) for _ in range(6)))
+
+
+@scenario(faults=1)
+def clean_sessions_with_wills(world: World) -> None:
+    world.link("dev/1", subscribe((b"t", 1)), will=b"t", clean=True)
+    world.link("dev/2", subscribe((b"t", 2)), will=b"t", droppable=True)
+    world.link("dev/3", accepted("dev/1"), will=b"t", clean=True, droppable=True)
+
+
+@scenario()
+def messages_while_subscriptions_change(world: World) -> None:
+    """What is published while a SUBSCRIBE is being saved belongs to it or to nobody."""
+    world.link("pub/1", accepted("dev/1"), *(publish(t, 1) for t in (b"t", b"u", b"t", b"u")))
+    world.link(
+        "dev/1", subscribe((b"t", 1)), subscribe((b"u", 1)), unsubscribe(b"t"), subscribe((b"t", 2))
+    )
+
+
+# ------------------------------------------------- somebody who writes past the registry
+
+
+@scenario()
+def fenced_by_another_node(world: World) -> None:
+    """Another owner takes the record past the registry: everything that comes later is late."""
+    world.outsiders = True
+    world.link(
+        "dev/1",
+        subscribe((b"t", 1), (b"u", 2)),
+        until("delivered", lambda w: len(_link(w, "dev/1").received) > 1),
+        subscribe((b"v", 1)),
+        unsubscribe(b"t"),
+        settled(),
+        drop(),
+        will=b"w",
+    )
+    world.link("pub/1", subscribed("dev/1"), publish(b"t", 1), publish(b"u", 2), publish(b"u", 2))
+    dev = _link(world, "dev/1")
+    world.event("another node takes dev", lambda _: dev.accepted, lambda w: w.intrude(b"dev"))
+    world.event("checkpoint", lambda _: dev.accepted, lambda w: w.hub._checkpoint())
+
+
+@scenario()
+def fenced_before_it_leaves(world: World) -> None:
+    world.outsiders = True
+    world.link("dev/1", subscribe((b"t", 1)), drop(), will=b"w")
+    dev = _link(world, "dev/1")
+    world.event("another node takes dev", lambda _: dev.accepted, lambda w: w.intrude(b"dev"))
+
+
+@scenario()
+def history_is_lost_under_a_fenced_session(world: World) -> None:
+    """410 after CONNACK, when another node has the record already."""
+    world.outsiders = world.forgets = True
+    delivered = until("delivered", lambda w: bool(_link(w, "dev/1").received))
+    world.link("dev/1", subscribe((b"t", 1)), settled(), delivered, drop())
+    world.link("pub/1", subscribed("dev/1"), publish(b"t", 1), publish(b"t", 1))
+    world.link("dev/2", over("dev/1"))
+    dev = _link(world, "dev/2")
+    world.event("history is pruned", lambda _: dev.arrived > 0, lambda w: w.spawn(w.prune()))
+    world.event("another node takes dev", lambda _: dev.arrived > 0, lambda w: w.intrude(b"dev"))
+
+
+@scenario()
+def claims_are_reaped(world: World) -> None:
+    """Somebody settles the claims of a session; what it says of them later is refused."""
+    world.outsiders = True
+    world.link("dev/1", subscribe((b"t", 1)))
+    world.link("pub/1", subscribed("dev/1"), publish(b"t", 1), publish(b"t", 1))
+    dev = _link(world, "dev/1")
+    world.event("the claims are reaped", lambda _: bool(dev.received), lambda w: w.reap(dev))
 
 
 @scenario(guarded=True, slow=frozenset({"may_receive", "may_publish"}), faults=1)

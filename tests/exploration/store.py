@@ -106,9 +106,7 @@ class WatchedMemory(MemoryStore):
 
 
 class _Submitted:
-    def __init__(
-        self, batch: Batch, done: Callable[[list[Outcome] | BaseException], None]
-    ) -> None:
+    def __init__(self, batch: Batch, done: Callable[[list[Outcome] | BaseException], None]) -> None:
         self.batch = batch
         self.done = done
         self.result: list[Outcome] | BaseException | None = None

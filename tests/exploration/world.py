@@ -12,7 +12,7 @@ from broker_ext.seam import Seam
 from broker_ext.session import End, Grant
 from broker_ext.settings import Settings
 from broker_ext.wire import ConnectWill
-from storage.api import Prune
+from storage.api import Acquire, Advance, Prune
 from storage.errors import StoreError
 from tests.exploration.choices import Chooser, Option, Usual
 from tests.exploration.clients import Identity, Link
@@ -83,6 +83,7 @@ class World:
         self.forgets = False
         """Sessions are pruned or expire: they may be deleted, if their clients are told."""
         self.stopped = False
+        self._intruders = 0
         self._errors = _Errors(self.ledger)
         with self.loop.running():
             self.hub = Hub(self.store, settings or Settings(), self.clock)
@@ -103,9 +104,7 @@ class World:
         self.links.append(link)
         return link
 
-    def event(
-        self, name: str, when: Callable[[World], bool], do: Callable[[World], None]
-    ) -> None:
+    def event(self, name: str, when: Callable[[World], bool], do: Callable[[World], None]) -> None:
         """Something that happens once, at any moment at which ``when`` holds."""
         self.events.append((name, when, do))
 
@@ -154,6 +153,21 @@ class World:
         with contextlib.suppress(StoreError):
             await self.hub.committer.apply(Prune(self.store.memory.head, 0, 1000))
         self.flags.add("pruned")
+
+    def intrude(self, client_id: bytes) -> None:
+        """Another node becomes the owner of a record, past the registry."""
+        self._intruders += 1
+        incarnation = b"intruder" + self._intruders.to_bytes(8, "big")
+        acquire = Acquire(client_id, incarnation, b"", self.clock.now_ms())
+        self.hub.committer.submit(acquire, lambda _: None)
+
+    def reap(self, link: Link) -> None:
+        """Somebody settles all claims of a connected session in its name."""
+        record = self.store.memory.record_of(link.identity.client_id)
+        if record is not None and record.claims:
+            numbers = tuple(claim.number for claim in record.claims)
+            advance = Advance(record.consumer.id, record.consumer.incarnation, settled=numbers)
+            self.hub.committer.submit(advance, lambda _: None)
 
     def stop(self) -> None:
         """The broker stops; whatever comes after that is nobody's."""
