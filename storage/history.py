@@ -22,7 +22,15 @@ from storage.errors import EntryDamaged, EntryGone
 from storage.kv import U64, Space
 from storage.meta import Ends, read_ends
 from storage.retention import Marks
-from storage.topics import TAIL_BLOCKS_MAX, UNKNOWN, Tail, candidates, is_in, matching
+from storage.topics import (
+    TAIL_BLOCKS_MAX,
+    UNKNOWN,
+    Tail,
+    candidates,
+    density,
+    is_in,
+    matching,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -36,6 +44,9 @@ __all__ = ["History", "fetch", "read"]
 SLICE_BYTES_MAX: Final = 4 << 20
 """Blocks read in one transaction: a longer search goes on in the next one, so that others get
 their turn in the reader, and pages and write-ahead log are not held back."""
+
+_DENSITY_MAX: Final = 0.5
+"""Matching topics of an average block above which the scan is cheaper (storage.topics.density)."""
 
 _LOOK_MAX: Final = 10_000
 """Topic names looked at under wildcards before the scan is taken to be cheaper."""
@@ -225,7 +236,8 @@ def _plan(
     blocks = ends.blocks * missed // max(1, ends.head - ends.floor)
     if filters and blocks > TAIL_BLOCKS_MAX:
         ids = matching(txn, filters, grant, min(blocks, _LOOK_MAX))
-        if ids is not None:
+        per_block = max(1.0, missed / blocks)
+        if ids is not None and density(txn, ids, start + 1, per_block) < _DENSITY_MAX:
             return _by_topic(txn, ends, start, ids)
     return _scan(txn, ends, start)
 

@@ -108,7 +108,7 @@ def prune(txn: WriteTxn, history: History, op: Prune) -> Pruned:
 
 
 class _Pruning:
-    """One Prune. lost: topic id -> its last offset that goes."""
+    """One Prune. lost: topic id -> its last offset that goes. last_first: of the last block."""
 
     def __init__(self, txn: WriteTxn, history: History, op: Prune) -> None:
         self._txn = txn
@@ -116,6 +116,7 @@ class _Pruning:
         self._ends = history.ends
         self._op = op
         self._lost: dict[int, int] = {}
+        self._last_first = 0
         self.blocks = 0
         self.payload_bytes = 0
 
@@ -142,7 +143,7 @@ class _Pruning:
             self._lost.update(lost)
             if not lost:  # nobody can tell whose entries these were
                 ends.coarse = max(ends.coarse, block.last)
-            forget(self._txn, (UNKNOWN, *lost), block.first)
+            self._last_first = block.first
             self._txn.delete(Space.HISTORY, key)
             self.blocks += 1
             self.payload_bytes += block.body_bytes
@@ -152,7 +153,8 @@ class _Pruning:
         return False
 
     def mark_topics(self) -> None:
-        """Raise the marks of the topics that lost something, once each."""
+        """Raise the marks of the topics that lost something, and shorten their index, once each."""
+        forget(self._txn, (UNKNOWN, *self._lost), self._last_first)
         for number, offset in self._lost.items():
             packed_id = U64.pack(number)
             before = self._txn.get(Space.MARK, packed_id)

@@ -26,12 +26,25 @@ from storage.kv import U64, U64_U64, Space
 from storage.names import KEPT_BYTES, key_of, literal_prefix, topic_id
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from storage.kv import ReadTxn, WriteTxn
     from storage.meta import Ends
 
-__all__ = ["UNKNOWN", "Tail", "blocks_of", "candidates", "forget", "is_in", "matching", "named"]
+__all__ = [
+    "TAIL_BLOCKS_MAX",
+    "UNKNOWN",
+    "Tail",
+    "blocks_of",
+    "candidates",
+    "density",
+    "forget",
+    "is_in",
+    "matching",
+    "named",
+]
+
+MAX_OFFSET: Final = (1 << 63) - 1
 
 UNKNOWN: Final = 0
 """Topic id of blocks that could not tell their topics when they were indexed."""
@@ -164,14 +177,18 @@ def blocks_of(
 
 def is_in(txn: ReadTxn, number: int, first: int) -> bool:
     """Whether the index names the block for a topic."""
-    return any(first in firsts for _, firsts in blocks_of(txn, number, first, first + 1))
+    stop = U64_U64.pack(number, first + 1)
+    for key, packed in txn.scan(Space.TOPIC_INDEX, U64.pack(number), stop, reverse=True):
+        return first in named(key, packed)
+    return False
 
 
-def forget(txn: WriteTxn, numbers: Sequence[int], first: int) -> None:
-    """A block is pruned: delete the rows that name no block after it."""
+def forget(txn: WriteTxn, numbers: Iterable[int], through: int) -> None:
+    """Blocks up to the one at ``through`` are pruned: delete the rows that name none after it."""
     for number in numbers:
-        for key, firsts in list(blocks_of(txn, number, first, first + 1)):
-            if firsts[-1] <= first:
+        stop = U64_U64.pack(number, through + 1)
+        for key, packed in list(txn.scan(Space.TOPIC_INDEX, U64.pack(number), stop)):
+            if named(key, packed)[-1] <= through:
                 txn.delete(Space.TOPIC_INDEX, key)
 
 
@@ -208,6 +225,26 @@ def _after_prefix(prefix: bytes) -> bytes | None:
     """The first key after all those that begin with ``prefix``; None = there is none."""
     stem = prefix.rstrip(b"\xff")
     return stem[:-1] + bytes((stem[-1] + 1,)) if stem else None
+
+
+_SAMPLE: Final = 8
+"""Topics whose rows are looked at for an estimate."""
+
+
+def density(txn: ReadTxn, numbers: Sequence[int], start: int, entries_per_block: float) -> float:
+    """Estimate: for how many of these topics the index names a block, on average.
+
+    By the next row of a few of them. Above one half the plan by topic saves nothing: it would
+    read most blocks all the same, and look at rows besides.
+    """
+    sample = numbers[:: max(1, len(numbers) // _SAMPLE)]
+    total = 0.0
+    for number in sample:
+        for _, firsts in blocks_of(txn, number, start, MAX_OFFSET):
+            blocks = (firsts[-1] - start) / entries_per_block
+            total += sum(first >= start for first in firsts) / max(1.0, blocks)
+            break
+    return total * len(numbers) / max(1, len(sample))
 
 
 _ROWS_MAX: Final = 1024

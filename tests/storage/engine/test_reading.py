@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from storage import history
+from storage.api import Advance, Claim, Delivery
 from storage.blocks import Block, Damage
 from storage.errors import EntryDamaged
 from storage.kv import U64, Space
 from storage.topics import TAIL_BLOCKS_MAX
-from tests.storage.harness import Database, matching, message
+from tests.storage.harness import A, Database, matching, message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -109,6 +110,23 @@ async def test_the_plan_by_topic_begins_and_ends_anywhere(files: Files) -> None:
         assert await db.read_all(after, accept, filters=[b"rare/1"], entries_max=1) == expected
     await db.reopen()
     assert await db.read_all(0, accept, filters=[b"rare/1", b"none"]) == entries
+    await db.stop()
+
+
+async def test_a_batch_that_fails_after_it_indexed_the_tail_leaves_the_tail(files: Files) -> None:
+    db = files.database()
+    await db.open()
+    consumer = await db.subscriber(b"dev", b"t/#")
+    too_many = Claim(1, tuple(Delivery(n, n, 1) for n in range(1, 300)))
+    poison = Advance(consumer.id, A, claims=[too_many])
+    for n in range(TAIL_BLOCKS_MAX * 2 + 3):
+        offset = (await db.store.log()).head + 1
+        entry = message(b"t/%d" % (n % 5))._replace(offset=offset)
+        with pytest.raises(AssertionError):
+            await db.write(poison, entries=[entry])
+        await db.write(entries=[entry])
+    read = await db.read_all(0, matching(b"t/3"), filters=[b"t/3"])
+    assert [entry.offset for entry in read] == list(range(4, TAIL_BLOCKS_MAX * 2 + 4, 5))
     await db.stop()
 
 
