@@ -32,7 +32,7 @@ fetched (EntryGone). So no session that is sound by itself is left out.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -186,10 +186,18 @@ class _Rebuild:
             report.identity = mint(identity)
         else:
             report.identity = identity
-        if self.old is not None:
-            old = self.old
-            self.ends.coarse = min(old.coarse, old.head)
-            self.ends.next_consumer = old.next_consumer
+        if self.old is not None:  # what is counted here anew begins anew, the rest stays
+            self.ends = replace(
+                self.old,
+                head=0,
+                floor=0,
+                coarse=min(self.old.coarse, self.old.head),
+                indexed=0,
+                next_topic=1,
+                marks=0,
+                blocks=0,
+                bytes=0,
+            )
 
     def _read_marks(self) -> None:
         """Marks by name, the higher one where a mark and its place in the order differ."""
