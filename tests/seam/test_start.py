@@ -267,3 +267,37 @@ async def test_signals_of_another_program_are_left_alone(tmp_path: Path) -> None
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     async with running(tmp_path):
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+ENDS = """
+import asyncio, sys
+from amqtt.broker import Broker
+from tests.seam.amqtt_broker import configuration
+
+async def main():
+    await Broker(configuration(sys.argv[1], options={"store": sys.argv[2]})).start()
+    print("started", flush=True)
+    raise SystemExit(7)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("store", STORES)
+async def test_a_program_that_ends_without_a_shutdown_ends(tmp_path: Path, store: str) -> None:
+    """As amqtt's own samples do at Ctrl-C; nothing of ours may keep the process."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", ENDS, str(tmp_path), store),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+        env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)),
+    )
+    try:
+        out, _ = await asyncio.wait_for(process.communicate(), START_S)
+    finally:
+        if process.returncode is None:
+            process.kill()
+    assert out == b"started\n"
+    assert process.returncode == 7
+    async with running(tmp_path, options={"store": store}):
+        pass
