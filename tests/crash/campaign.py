@@ -73,7 +73,7 @@ class Campaign:
                 fate = self._fate(fate)
                 how = await self._one_life(fate)
                 self.world.note(facts.Died(how))
-                if not how.startswith("boot.") or self.rng.random() < 0.5:
+                if not how.startswith("boot.") or self.rng.random() < 0.3:
                     await self._inspect()  # an opening of its own: not always before the next one
                 self.tell(f"{number + 1}/{self.kills} {how}")
             await self._drain()
@@ -88,7 +88,7 @@ class Campaign:
         """Choose a crash point, or a random moment. before: None = there is no database yet."""
         rng = self.rng
         window = rng.choice(WINDOWS)
-        if before is not None and before.point.startswith("boot.") and rng.random() < 0.5:
+        if before is not None and before.point.startswith("boot.") and rng.random() < 0.7:
             return before  # it dies in its opening again and again
         if rng.random() < 0.3:
             return Fate(window=window)

@@ -379,8 +379,8 @@ class _Judge:
 
     def _in_turn(self, session: _Session, delivery: _Delivery, what: str) -> None:
         session.due.pop(delivery.packet_id, None)
-        if delivery.retained:
-            return
+        if delivery.retained or not delivery.message_id:
+            return  # who has no identity cannot be told from the next one with its packet id
         if delivery.turn < session.last_turn:
             self.verdict.add("redelivery", f"{what}: not in its first order")
         session.last_turn = max(session.last_turn, delivery.turn)
@@ -445,8 +445,9 @@ class _Judge:
         delivery.acked_at = self.now
         del session.open[fact.packet_id]
         session.due.pop(fact.packet_id, None)
-        session.closed[delivery.message_id, fact.packet_id] = delivery
-        self.acked[fact.link].append(delivery)
+        if delivery.message_id:
+            session.closed[delivery.message_id, fact.packet_id] = delivery
+            self.acked[fact.link].append(delivery)
 
     def _releasing(self, fact: facts.Releasing) -> None:
         delivery = self.sessions[fact.client].open.get(fact.packet_id)
