@@ -329,7 +329,8 @@ class Client:
     async def any(self) -> Any:
         """The next packet."""
         while not self._packets:
-            data = await asyncio.wait_for(self._reader.read(65_536), PATIENCE_S)
+            async with asyncio.timeout(PATIENCE_S):  # wait_for may swallow a cancellation
+                data = await self._reader.read(65_536)
             assert data, "the broker closed the connection"
             self._packets.extend(self._decoder.feed(data))
             assert self._decoder.error is None

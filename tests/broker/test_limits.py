@@ -221,6 +221,22 @@ async def test_a_wall_clock_set_back_over_a_restart_expires_nothing_early() -> N
         assert again.connack.session_present
 
 
+@pytest.mark.case("HK-13")
+async def test_a_wall_clock_set_back_over_a_restart_does_not_stop_expiry(disk: Backend) -> None:
+    async with running(disk, session_expiry_interval_s=3600) as broker:
+        await broker.sleeper(b"c", b"a")
+        await broker.connect(b"here when it stops")
+        broker.clock.jump(ms=-YEAR_MS)
+        await broker.restart(session_expiry_interval_s=3600)
+        broker.clock.advance(ms=3_590_000)
+        await broker.hub._expire()
+        assert await broker.snapshot(b"c") is not None
+        broker.clock.advance(ms=20_000)
+        await broker.hub._expire()
+        assert await broker.snapshot(b"c") is None
+        assert await broker.snapshot(b"here when it stops") is None
+
+
 async def test_no_keep_alive_means_no_limit(broker: Broker) -> None:
     client = await broker.connect(b"c")
     await silence(client, ms=YEAR_MS, times=3)
