@@ -72,6 +72,7 @@ class Hub:
     async def start(self) -> None:
         """Open the store and everything that hangs on it. Raises StoreUnusable."""
         self.opened = await self.store.open(now_ms=self.clock.now_ms())
+        self.clock.not_before(self.opened.seen_ms)
         if self.opened.minted:
             log.warning(
                 "database generation %s minted: %s", self.opened.log.generation, self.opened.minted

@@ -534,12 +534,14 @@ class Opened:
 
     log: identity and ends. filters: distinct durable filters. wills: left by owners that died.
     minted: why a generation was minted at this opening, "" if it was not.
+    seen_ms: the latest time the store knows of: ``now_ms``, or later if the clock was set back.
     """
 
     log: LogState
     filters: tuple[FilterCount, ...]
     wills: tuple[Will, ...]
     minted: str = ""
+    seen_ms: int = 0
 
 
 Accept: TypeAlias = Callable[[bytes], int]
@@ -564,7 +566,8 @@ class Store(Protocol):
 
     async def open(self, *, now_ms: int) -> Opened:
         """Open or create. Raises StoreLocked, StoreTooNew, StoreCorrupt, StoreUnavailable.
-        Owners that died with the last process are detached at ``now_ms``."""
+        Owners that died with the last process are detached at ``now_ms``, or at the latest time the
+        store has seen if that is later."""
         ...
 
     def submit(self, batch: Batch, done: Callable[[list[Outcome] | BaseException], None]) -> None:

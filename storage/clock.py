@@ -23,19 +23,23 @@ class Clock(Protocol):
         """Seconds of an arbitrary start; never goes back."""
         ...
 
+    def not_before(self, ms: int) -> None:
+        """``now_ms`` was at least this before: a wall clock that was set back while the broker was
+        down goes on from here."""
+        ...
+
 
 class SystemClock:
     """The wall clock at start, carried on by the monotonic clock: a jump of the wall clock while
-    the broker runs changes no deadline (HK-13).
-
-    floor_ms: the latest time the store has seen; a wall clock that was set back before the start
-    does not bring it back.
-    """
+    the broker runs changes no deadline (HK-13)."""
 
     __slots__ = ("_base_ms",)
 
-    def __init__(self, floor_ms: int = 0) -> None:
-        self._base_ms = max(int(time.time() * 1000), floor_ms) - int(time.monotonic() * 1000)
+    def __init__(self) -> None:
+        self._base_ms = int(time.time() * 1000) - int(time.monotonic() * 1000)
+
+    def not_before(self, ms: int) -> None:
+        self._base_ms = max(self._base_ms, ms - int(time.monotonic() * 1000))
 
     def now_ms(self) -> int:
         return self._base_ms + int(time.monotonic() * 1000)
@@ -58,6 +62,9 @@ class ManualClock:
 
     def monotonic(self) -> float:
         return self._mono_ms / 1000
+
+    def not_before(self, ms: int) -> None:
+        self._now_ms = max(self._now_ms, ms)
 
     def advance(self, *, ms: int) -> None:
         """Both clocks go on."""

@@ -81,6 +81,10 @@ _FREEING: Final = (Discard, Expire, Prune, Detach)
 """Operations that make room: a batch of these alone may use what is kept back for them."""
 
 
+SEEN_MS: Final = 1000
+"""How closely the latest time is remembered (Opened.seen_ms)."""
+
+
 class Engine:
     """The single writer. All calls from one thread, each in a transaction of its own."""
 
@@ -109,6 +113,8 @@ class Engine:
             self.aborted()
         self._is_applied = True
         history = self._history
+        if batch.stored_ms >= history.ends.seen_ms + SEEN_MS:
+            history.ends.seen_ms = batch.stored_ms
         if batch.entries:
             history.append(txn, batch.entries, batch.stored_ms)
         outcomes: list[Outcome] = []
@@ -172,8 +178,9 @@ def retained_page(txn: ReadTxn, after: bytes | None, limit: int) -> list[Entry]:
 def opened(txn: WriteTxn, identity: Identity, minted: str, now_ms: int) -> tuple[Opened, Engine]:
     """The opening itself: detach owners that died, and say what the broker must know."""
     ends = read_ends(txn)
+    now_ms = max(now_ms, ends.seen_ms)
     engine = Engine(identity, ends)
     engine.read_tail(txn)
     consumers.detach_all(txn, now_ms)
-    found = Opened(ends.log(identity), filter_counts(txn), wills(txn), minted)
+    found = Opened(ends.log(identity), filter_counts(txn), wills(txn), minted, now_ms)
     return found, engine

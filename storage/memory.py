@@ -120,6 +120,7 @@ class MemoryStore:
         self._db_id = uuid.uuid4().hex
         self._generation = generation or uuid.uuid4().hex
         self._minted = "created"
+        self._seen_ms = 0
         self._boot = 0
         self._tables = _Tables()
         self._undo: list[Callable[[], None]] = []
@@ -137,6 +138,7 @@ class MemoryStore:
         self._is_open = True
         self._boot += 1
         minted, self._minted = self._minted, ""
+        now_ms = self._seen_ms = max(now_ms, self._seen_ms)
         for snapshot in list(self._tables.consumers.values()):
             if snapshot.consumer.detached_ms == 0:
                 left = replace(snapshot.consumer, detached_ms=now_ms)
@@ -147,6 +149,7 @@ class MemoryStore:
             filters=self._filter_counts(),
             wills=tuple(self._tables.wills.values()),
             minted=minted,
+            seen_ms=now_ms,
         )
 
     async def close(self) -> None:
@@ -166,6 +169,7 @@ class MemoryStore:
         if not self._is_open:
             loop.call_soon(done, StoreUnavailable("the store is not open"))
             return
+        self._seen_ms = max(self._seen_ms, batch.stored_ms)
         self._pending.append(loop.call_soon(self._commit, batch, done))
         self._idle.clear()
 

@@ -5,7 +5,7 @@ Three rows in Space.META, each with a checksum of its own:
     b"format"    u32 FORMAT
     b"identity"  16s db_id, 16s generation, u64 boot
     b"ends"      u64 head, floor, coarse, indexed, next_topic, next_consumer, marks, blocks,
-                 bytes
+                 bytes, seen_ms
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ENDS_KEY: Final = b"ends"
 _CRC: Final = Struct(">I")
 _FORMAT: Final = Struct(">I")
 _IDENTITY: Final = Struct(">16s16sQ")
-_ENDS: Final = Struct(">QQQQQQQQQ")
+_ENDS: Final = Struct(">QQQQQQQQQQ")
 
 
 class MetaDamaged(Exception):
@@ -76,7 +76,7 @@ class Ends:
     coarse: nothing at or below it is promised of topics that were forgotten.
     indexed: the index by topic knows every block up to here (storage.topics).
     next_topic, next_consumer: the ids to be given next. marks, blocks: rows there are.
-    bytes: of all blocks.
+    bytes: of all blocks. seen_ms: the latest time of a batch, to about SEEN_MS.
     """
 
     head: int = 0
@@ -88,6 +88,7 @@ class Ends:
     marks: int = 0
     blocks: int = 0
     bytes: int = 0
+    seen_ms: int = 0
 
     def values(self) -> tuple[int, ...]:
         """All of them, in the order they are stored in."""
@@ -101,6 +102,7 @@ class Ends:
             self.marks,
             self.blocks,
             self.bytes,
+            self.seen_ms,
         )
 
     def write(self, txn: WriteTxn) -> None:
