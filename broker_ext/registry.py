@@ -75,7 +75,8 @@ class Allowance:
             del full_at[oldest]
         mine = max(full_at.pop(client_id, now_s), now_s) + self._each_s
         full_at[client_id] = mine
-        return max(mine - now_s - BURST_S, 0.0)
+        wait_s = mine - now_s - BURST_S
+        return wait_s if wait_s > 1e-6 else 0.0  # less is what floats are off by
 
 
 class Registry:

@@ -204,12 +204,13 @@ class FakeGuard:
 class Link:
     """One connection of a client; it is the transport of its ``Connection``.
 
-    answers: SUBACKs and UNSUBACKs that came. arrived: number of its CONNECT among those that were authenticated, 0 = not yet.
+    answers: SUBACKs and UNSUBACKs that came.
+    arrived: number of its CONNECT among those that were authenticated, 0 = not yet.
     pipelines: it sends its script right behind the CONNECT. droppable: it may be lost at any time.
     claims_max: deliveries that may be claimed for it, 0 = as many as usual.
     """
 
-    def __init__(  # noqa: PLR0913 - the facts of a CONNECT
+    def __init__(
         self,
         world: World,
         name: str,

@@ -81,14 +81,14 @@ class ControlledLoop(asyncio.AbstractEventLoop):
     def create_future(self) -> asyncio.Future[Any]:
         return asyncio.Future(loop=self)
 
-    def create_task(  # type: ignore[override]
+    def create_task(
         self,
         coro: Generator[Any, None, Any] | Coroutine[Any, Any, Any],
         *,
         name: str | None = None,
         context: Context | None = None,
     ) -> asyncio.Task[Any]:
-        return asyncio.Task(coro, loop=self, name=name, context=context)  # type: ignore[arg-type]
+        return asyncio.Task(coro, loop=self, name=name, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
         self.errors.append(f"{context.get('message')}: {context.get('exception')!r}")
@@ -148,6 +148,9 @@ class LoopClock:
 
     def monotonic(self) -> float:
         return self._loop.time()
+
+    def not_before(self, now_ms: int) -> None:
+        """This clock is set by nobody."""
 
 
 def result_of(coroutine: Coroutine[Any, Any, Any]) -> Any:

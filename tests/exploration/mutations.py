@@ -5,8 +5,8 @@ store; the product has no switch for it. ``python -m tests.exploration.mutations
 """
 
 from __future__ import annotations
-
 import __future__
+
 import contextlib
 import inspect
 import sys
@@ -314,6 +314,11 @@ def _table() -> Iterator[Mutation]:
         "wills: the will of a clean end is published",
         "wills_of_two_connections",
         source(Wills, "ended", "if end.publish_will:", "if True:"),
+    )
+    yield Mutation(
+        "wills: who has come back does not cancel the will that a crash left",
+        "wills_after_a_crash",
+        source(Registry, "_take", "hub.wills.cancel_orphans(client_id)", "pass"),
     )
     yield Mutation(
         "connection: acknowledgements do not wait for the commit",

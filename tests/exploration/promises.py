@@ -128,6 +128,8 @@ class Ledger:
         self._order: dict[tuple[bytes, bytes, int], int] = {}
         self._wills: set[bytes] = set()
         self.sessions: list[Session] = []
+        self.orphans: dict[bytes, bool] = {}
+        """Wills of connections that died with the broker -> whether they are to be published."""
 
     def broken(self, what: str) -> None:
         self.violations.append(what)
@@ -326,11 +328,17 @@ class Ledger:
         if not isinstance(session, DurableSession):
             if record is not None:
                 self.broken(f"P7: {link} started clean before the old record was deleted")
-            belief.base.clear()
-            belief.others_ended()
-            belief.exists = belief.must_hear = False
-            self._forgive(client_id, None)
+            self._forgotten(client_id, asked_for=True)
+            belief.must_hear = False
             return
+        self._resumed(link, packet, session, record)
+
+    def _resumed(
+        self, link: Link, packet: Connack, session: DurableSession, record: Snapshot | None
+    ) -> None:
+        """A durable session was accepted: what it was told is what is stored."""
+        client_id = link.identity.client_id
+        belief = self.belief(client_id)
         if record is None or record.consumer.incarnation != session.incarnation:
             if not self.world.outsiders:
                 self.broken(f"P7: {link} was accepted without its incarnation on the record")
@@ -537,10 +545,9 @@ class Ledger:
         for name in names:
             place = hub.router._places.find(name)
             counted = 0 if place is None else place.durable
-            if counted != counts.get(name, 0):
-                self.broken(
-                    f"P8: {name!r} is counted {counted} times and stored {counts.get(name, 0)} times"
-                )
+            stored = counts.get(name, 0)
+            if counted != stored:
+                self.broken(f"P8: {name!r} is counted {counted} times and stored {stored} times")
             attached = set() if place is None else set(place.subscribers or ())
             wanted = {s for s in self.sessions if not s.sealed and name in s.subscriptions}
             if attached != wanted:
@@ -558,6 +565,9 @@ class Ledger:
                 self.broken(f"P9: the will of {link} was published {times} times")
             if link.session is not None and (link.session.incarnation in stored) != (ended is None):
                 self.broken(f"P9: the will of {link} is stored although it ended, or is not")
+        for payload, due in self.orphans.items():
+            if self._published.get(payload, 0) != due:
+                self.broken("P9: the will of a connection that died with the broker")
         connected = {link.session.incarnation for link in self.world.links if link.session}
         if stored - connected:
             self.broken("P9: a will is stored that belongs to nobody")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from tests.exploration.choices import Chooser
-    from tests.exploration.clients import Step
+    from tests.exploration.clients import Link, Step
 
 __all__ = ["SCENARIOS", "scenario"]
 
@@ -76,7 +76,7 @@ def asked(name: str) -> Step:
     )
 
 
-def _link(world: World, name: str) -> Any:
+def _link(world: World, name: str) -> Link:
     return next(link for link in world.links if link.name == name)
 
 
@@ -140,7 +140,7 @@ def subscribes_that_miss_each_other(world: World) -> None:
 
 @scenario(faults=1)
 def contexts_subscribe_beside_the_client(world: World) -> None:
-    """amqtt's ``context.add_subscription`` beside SUBSCRIBE, CONNECT and clean start."""
+    """``context.add_subscription`` of amqtt beside SUBSCRIBE, CONNECT and clean start."""
     world.link("dev/1", subscribe((b"a", 1)), unsubscribe(b"b"), subscribe((b"b", 1)))
     world.link("dev/2", accepted("dev/1"), subscribe((b"a", 2)), drop())
     for topic_filter in (b"a", b"b"):
@@ -165,6 +165,15 @@ def wills_that_wait_for_a_plugin(world: World) -> None:
     world.link("watch/1", subscribe((b"will/#", 1)), settled())
     world.link("dev/1", asked("watch/1"), will=b"will/1", droppable=True)
     world.link("dev/2", accepted("dev/1"), will=b"will/2", clean=True)
+
+
+@scenario(faults=1, guarded=True, slow=frozenset({"may_publish_will"}))
+def wills_after_a_crash(world: World) -> None:
+    """The will of a connection that died with the broker, and its client that comes back."""
+    world.link("watch/1", subscribe((b"will/#", 1)), settled())
+    dev = world.link("dev/1", asked("watch/1"), will=b"will/dev", droppable=True)
+    world.died(b"dev", b"will/dev")
+    world.event("the time to come back is over", lambda _: True, lambda w: w.recover(dev))
 
 
 @scenario(faults=1, slow=frozenset({"authenticate"}))

@@ -197,10 +197,16 @@ class ControlledStore:
         filters: Sequence[bytes] = (),
         entries_max: int,
         bytes_max: int,
+        missed: Callable[[bytes, int], bool] | None = None,
     ) -> Chunk:
         def make() -> Coroutine[Any, Any, Any]:
             return self.memory.read(
-                after, accept, filters=filters, entries_max=entries_max, bytes_max=bytes_max
+                after,
+                accept,
+                filters=filters,
+                entries_max=entries_max,
+                bytes_max=bytes_max,
+                missed=missed,
             )
 
         chunk: Chunk = await self._ask(f"read after {after}", make)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import pytest
-
 from tests.exploration.choices import Delays, Option, Usual, Wandering, systematic
 from tests.exploration.explore import explore, replay
 from tests.exploration.mutations import MUTATIONS
@@ -13,6 +11,8 @@ from tests.exploration.scenarios import SCENARIOS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import pytest
 
     from tests.exploration.choices import Chooser
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 from typing import TYPE_CHECKING, Any
@@ -12,7 +11,7 @@ from broker_ext.seam import Seam
 from broker_ext.session import End, Grant
 from broker_ext.settings import Settings
 from broker_ext.wire import ConnectWill
-from storage.api import Acquire, Advance, Prune
+from storage.api import Acquire, Advance, Batch, Entry, Prune, StoreWill, Will
 from storage.errors import StoreError
 from tests.exploration.choices import Chooser, Option, Usual
 from tests.exploration.clients import Identity, Link
@@ -21,6 +20,7 @@ from tests.exploration.promises import Ledger
 from tests.exploration.store import ControlledStore
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Coroutine
 
     from tests.exploration.clients import Step
@@ -61,7 +61,7 @@ class World:
         faults: int = 0,
     ) -> None:
         self.chooser = chooser
-        self.loop = ControlledLoop()
+        self.loop = ControlledLoop()  # type: ignore[abstract]
         self.clock = LoopClock(self.loop)
         self.guarded = guarded
         self.slow = slow
@@ -97,7 +97,7 @@ class World:
 
     def link(self, name: str, *steps: Step, will: bytes | None = None, **facts: Any) -> Link:
         """A connection. name: ``client/number``. will: its topic; the payload is the name."""
-        client_id = name.split("/")[0].encode()
+        client_id = name.partition("/")[0].encode()
         identity = self.identities.setdefault(client_id, Identity(client_id))
         message = ConnectWill(will, b"will-" + name.encode(), 1, retain=False) if will else None
         link = Link(self, name, identity, steps, will=message, **facts)
@@ -160,6 +160,17 @@ class World:
         incarnation = b"intruder" + self._intruders.to_bytes(8, "big")
         acquire = Acquire(client_id, incarnation, b"", self.clock.now_ms())
         self.hub.committer.submit(acquire, lambda _: None)
+
+    def died(self, client_id: bytes, topic: bytes) -> None:
+        """A connection of this client died with the broker, before it was started again."""
+        will = Will(client_id, b"died with broker", b"", Entry(0, topic, b"orphan", 1))
+        self.store.memory.apply_whole(Batch(ops=[StoreWill(will)]))
+        self.hub.wills.load((will,))
+
+    def recover(self, link: Link) -> None:
+        """The wills of those who have not come back are published."""
+        self.ledger.orphans[b"orphan"] = link.session is None
+        self.hub.wills.publish_orphans()
 
     def reap(self, link: Link) -> None:
         """Somebody settles all claims of a connected session in its name."""
