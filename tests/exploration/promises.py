@@ -542,7 +542,7 @@ class Ledger:
         counts = self.world.store.memory.counts()
         names = set(counts) | {f for b in self._beliefs.values() for f in b.filters()}
         names |= {f for s in self.sessions for f in s.subscriptions}
-        for name in names:
+        for name in sorted(names):
             place = hub.router._places.find(name)
             counted = 0 if place is None else place.durable
             stored = counts.get(name, 0)

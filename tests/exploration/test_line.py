@@ -70,7 +70,8 @@ def test_a_thousand_connects_together_end_with_one_owner(clean: bool) -> None:
 
 
 def test_a_client_id_in_a_tight_loop_waits_in_its_own_line() -> None:
-    world = World(Usual(), settings=Settings(max_connects_per_second=10.0))
+    settings = Settings(max_connects_per_second=10.0, takeover_timeout_s=5.0)
+    world = World(Usual(), settings=settings)
     with world.loop.running():
         flapping = [world.link(f"flap/{n}") for n in range(100)]
         for link in flapping:
