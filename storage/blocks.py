@@ -123,7 +123,8 @@ def encode_block(entries: Sequence[Entry], start: int, stored_ms: int) -> Encode
     table: list[int] = []
     bodies: list[bytes] = []
     last_topic = last_origin = None
-    topic = 0
+    last_bits = -1
+    topic = mix = 0
     origin = _NONE
     room = BLOCK_BYTES_MAX
     for entry in islice(entries, start, start + BLOCK_ENTRIES_MAX):
@@ -135,19 +136,12 @@ def encode_block(entries: Sequence[Entry], start: int, stored_ms: int) -> Encode
         room -= size
         if room < 0 and bodies:
             break
-        if name is not last_topic:
+        if name is not last_topic or client is not last_origin or bits != last_bits:
             topic = names.setdefault(name, len(names))
-            last_topic = name
-        if client is not last_origin:
             origin = names.setdefault(client, len(names)) if client else _NONE
-            last_origin = client
-        table += (
-            size,
-            crc32(body, (offset ^ origin ^ topic << 8 ^ bits << 24) & _MASK),
-            bits,
-            topic,
-            origin,
-        )
+            mix = origin ^ topic << 8 ^ bits << 24
+            last_topic, last_origin, last_bits = name, client, bits
+        table += (size, crc32(body, (offset ^ mix) & _MASK), bits, topic, origin)
         bodies.append(body)
     count = len(bodies)
     packed_names = b"".join([_U16.pack(len(name)) + name for name in names])
