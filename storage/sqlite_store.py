@@ -300,7 +300,8 @@ class _Worker:
         )
         # a program that ends without close() ends, as in a crash, instead of waiting for this
         # thread for ever (until aiosqlite 0.22 the connection was the thread)
-        getattr(self._aio, "_thread", self._aio).daemon = True
+        thread: Any = getattr(self._aio, "_thread", self._aio)
+        thread.daemon = True
 
     def _made(self, *args: Any, **kwargs: Any) -> sqlite3.Connection:
         connection = _Connection(*args, **kwargs)
