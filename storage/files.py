@@ -36,11 +36,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INCOMING",
+    "KINDS",
     "Kind",
     "database_file",
     "kind_in",
     "locked",
     "open_database",
+    "ours",
     "put_in_place",
     "remove_incoming",
     "sidecar_file",

@@ -9,7 +9,8 @@ import threading
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from paho.mqtt.client import CallbackAPIVersion, Client, MQTTMessage
+from paho.mqtt.client import Client, MQTTMessage
+from paho.mqtt.enums import CallbackAPIVersion
 
 from broker_ext.wire import Connack, Connect, Decoder, Puback, Publish, encode
 
@@ -58,7 +59,7 @@ def device(broker: Serving, client_id: str) -> Iterator[Device]:
     connected: queue.Queue[bool] = queue.Queue()
 
     def on_message(_client: Client, _data: Any, message: MQTTMessage) -> None:
-        inbox.put(message.payload)
+        inbox.put(bytes(message.payload))
 
     def on_connect(_client: Client, _data: Any, flags: Any, *_: Any) -> None:
         connected.put(flags.session_present)
