@@ -89,7 +89,7 @@ def test_a_client_id_in_a_tight_loop_waits_in_its_own_line() -> None:
         refused = [link for link in flapping if link.refused is not None]
         assert {link.refused for link in refused} == {3}, "who waited too long is told so"
         assert len(refused) + sum(link.accepted for link in flapping) == 100
-        assert world.loop.time() <= world.hub.settings.takeover_timeout_s
+        assert world.loop.time() < settings.takeover_timeout_s + 0.2, "and the last task soon ends"
         assert world.hub.figures.connects_delayed > 0
         assert world.loop.pending_tasks() == []
 
