@@ -728,17 +728,15 @@ class Seam:
                 type(plugin), "on_durable_session_reset", None
             )
             if handler is not None:
-                self.spawn(
-                    _ignoring_errors(
-                        handler(
-                            plugin,
-                            client_id=client_id.decode(),
-                            reason=reason,
-                            position=position,
-                            floor=floor,
-                        )
-                    )
+                call = partial(
+                    handler,
+                    plugin,
+                    client_id=client_id.decode(),
+                    reason=reason,
+                    position=position,
+                    floor=floor,
                 )
+                self.spawn(_ignoring_errors(call))
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         """Run something that nobody waits for."""
@@ -902,9 +900,9 @@ def _set(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _ignoring_errors(awaitable: Awaitable[None]) -> None:
+async def _ignoring_errors(call: Callable[[], Awaitable[None]]) -> None:
     try:
-        await awaitable
+        await call()
     except Exception:
         # somebody else's plugin: it must not be able to stop ours
         log.exception("on_durable_session_reset failed")

@@ -87,6 +87,9 @@ class Recorder(BasePlugin[BrokerContext]):
     async def on_broker_message_broadcast(self, **arguments: Any) -> None:
         self._note("broker_message_broadcast", arguments)
 
+    async def on_durable_session_reset(self, **arguments: Any) -> None:
+        self._note("durable_session_reset", arguments)
+
     async def on_mqtt_packet_received(self, **arguments: Any) -> None:
         self._note("mqtt_packet_received", arguments)
 

@@ -210,6 +210,48 @@ async def test_one_that_waits_and_leaves_takes_no_place(tmp_path: Path) -> None:
         assert broker.broker._servers["default"].conn_count == 1
 
 
+async def test_websockets_wait_for_their_turn_too(tmp_path: Path) -> None:
+    listeners = {"default": TCP, "web": {"type": "ws", "bind": "127.0.0.1:0", "max_connections": 1}}
+    async with running(tmp_path, listeners=listeners) as broker:
+        url = f"ws://127.0.0.1:{broker.port('web')}"
+        subprotocols = [websockets.Subprotocol("mqtt")]
+        first = await websockets.connect(url, subprotocols=subprotocols)
+        client = WebSocketClient(first)
+        await client.send(encode(Connect(4, b"one")), cut=100)
+        assert await client.next() == Connack(False)
+        second = await websockets.connect(url, subprotocols=subprotocols)
+        waiting = WebSocketClient(second)
+        await waiting.send(encode(Connect(4, b"two")), cut=100)
+        answer = asyncio.ensure_future(waiting.next())
+        await (await broker.connect(b"other")).quiet()
+        assert not answer.done()
+        await first.close()
+        assert await asyncio.wait_for(answer, 10) == Connack(False)
+        await second.close()
+
+
+async def test_a_stop_does_not_wait_for_those_that_wait(tmp_path: Path) -> None:
+    listeners = {
+        "default": {**TCP, "max_connections": 1},
+        "web": {"type": "ws", "bind": "127.0.0.1:0", "max_connections": 1},
+    }
+    subprotocols = [websockets.Subprotocol("mqtt")]
+    async with asyncio.timeout(20):
+        async with running(tmp_path, listeners=listeners) as broker:
+            await broker.connect(b"one")
+            for _ in range(2):
+                waiting = await broker.dial()
+                waiting.send(waiting.connect_packet(b"two"))
+            url = f"ws://127.0.0.1:{broker.port('web')}"
+            sockets = [await websockets.connect(url, subprotocols=subprotocols) for _ in range(3)]
+            clients, broker.clients = broker.clients, []
+        for client in clients:
+            await client.closed()
+            await client.close()
+        for websocket in sockets:
+            await websocket.wait_closed()
+
+
 async def test_a_burst_of_connections_does_not_pass_the_limit(tmp_path: Path) -> None:
     listeners = {"default": {**TCP, "max_connections": 3}}
     async with running(tmp_path, listeners=listeners) as broker:

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from amqtt.broker import BrokerContext
 from amqtt.mqtt.connect import ConnectPacket
 from amqtt.mqtt.publish import PublishPacket
+from amqtt.plugins.base import BasePlugin
 from amqtt.plugins.topic_checking import TopicAccessControlListPlugin
 
 from broker_ext.wire import Puback, Pubcomp, Pubrec, Pubrel
@@ -303,6 +305,33 @@ async def test_every_event_reaches_a_plugin_with_its_arguments(tmp_path: Path) -
         assert view.password is None
     names = [name for name, _ in recorder.events]
     assert names[-2:] == ["broker_pre_shutdown", "broker_post_shutdown"]
+
+
+class Clumsy(BasePlugin[BrokerContext]):
+    """A plugin whose handler is no coroutine and fails."""
+
+    def on_durable_session_reset(self, **_: object) -> None:
+        raise RuntimeError("a plugin of somebody else")
+
+
+async def test_a_session_that_is_reset_is_an_event(tmp_path: Path) -> None:
+    async with running(tmp_path) as broker:
+        client = await broker.subscriber(b"device", (b"a", 1))
+        await client.disconnect()
+        await broker.left(b"device")
+        await broker.context.broadcast_message("a", b"of another generation")
+    (tmp_path / "history.sqlite.identity.json").unlink()  # as where a backup was restored
+    plugins = {**ANONYMOUS, "tests.seam.test_plugins.Clumsy": {}}
+    options = {"on_generation_change": "reset"}
+    async with running(tmp_path, plugins=plugins, options=options) as broker:
+        client = await broker.connect(b"device")
+        assert not client.connack.session_present
+        told = await broker.recorder.wait_for("durable_session_reset")
+        assert told["client_id"] == "device"
+        assert told["reason"]
+        assert isinstance(told["position"], int)
+        assert isinstance(told["floor"], int)
+        await client.quiet()
 
 
 async def test_a_message_that_is_not_permitted_is_received_but_not_broadcast(
