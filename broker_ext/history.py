@@ -9,9 +9,9 @@ It is the same checked replay that MQTT sessions resume through (``broker_ext.re
 
 What can be resumed. A message is in the history if a durable session wants it, or if it matches
 one of ``history_filters`` in the configuration. While you are away only the latter is sure, so a
-position is accepted for filters that ``history_filters`` cover, and from when they do: anything else
-would be a gap that nobody could tell. Without ``resume`` any filter will do: what matches is logged
-for as long as the subscription lasts.
+position is accepted for filters that ``history_filters`` cover, and from when they do: anything
+else would be a gap that nobody could tell. Without ``resume`` any filter will do: what matches is
+logged for as long as the subscription lasts.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def check_topic(topic: bytes) -> None:
         raise MalformedPacket(TOPIC_NAME_INVALID, "MQTT-3.3.2-2", what)
 
 
-def valid_filter(filter: bytes) -> bool:
+def valid_filter(filter: bytes) -> bool:  # noqa: A002 - the specification's noun
     """Whether the wildcards of a topic filter stand where they may; the decoder checked the rest.
 
     Source: [MQTT-4.7.1-2], [MQTT-4.7.1-3], [MQTT-4.7.3-1].
