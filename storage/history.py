@@ -39,7 +39,14 @@ if TYPE_CHECKING:
     from storage.kv import ReadTxn, WriteTxn
     from storage.meta import Identity
 
-__all__ = ["History", "fetch", "read"]
+__all__ = [
+    "SLICE_BYTES_MAX",
+    "History",
+    "fetch",
+    "first_block",
+    "read",
+    "topics_of",
+]
 
 SLICE_BYTES_MAX: Final = 4 << 20
 """Blocks read in one transaction: a longer search goes on in the next one, so that others get

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
 from storage.kv import U64, Space, get_u64
 
-__all__ = ["KEPT_BYTES", "filter_hash", "key_of", "levels_match", "literal_prefix", "topic_id"]
+__all__ = [
+    "KEPT_BYTES",
+    "filter_hash",
+    "key_of",
+    "levels_match",
+    "literal_prefix",
+    "topic_id",
+    "unshared",
+]
 
 KEPT_BYTES: Final = 400
 """Names up to this length are their own key. Longer ones keep this much, so that they sort and are

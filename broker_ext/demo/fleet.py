@@ -34,7 +34,13 @@ if TYPE_CHECKING:
     from paho.mqtt.properties import Properties
     from paho.mqtt.reasoncodes import ReasonCode
 
-__all__ = ["Fleet"]
+__all__ = [
+    "DIAL_MS",
+    "INFLIGHT_MAX",
+    "TICK_MS",
+    "Fleet",
+    "Sensor",
+]
 
 TICK_MS = 10
 INFLIGHT_MAX = 100  # paho's own 20 would measure round trips
