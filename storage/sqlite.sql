@@ -6,9 +6,10 @@
 -- {space} stands for the name of a space.
 
 -- name: pragma_page
--- Before anything else in a new file. 8 KiB: a block of 100 small entries is two pages; larger
--- pages make each commit of a consumer's record heavier in the write-ahead log.
-PRAGMA page_size = 8192;
+-- Before anything else in a new file. A commit writes whole pages: of one entry and one consumer
+-- 21 KiB with pages of 4 KiB, 37 with 8, 70 with 16; of a hundred entries 58, 74 and 130; and the
+-- time does not differ.
+PRAGMA page_size = 4096;
 
 -- name: pragma_vacuum
 -- Before the first table: pages that a Prune frees can be given back to the disk step by step.
