@@ -145,7 +145,7 @@ retransmits of a second each."""
 REFUSED_LOGGED_MAX: Final = 10
 """Topics that a connection may not publish to and that are logged, once each, in amqtt's words."""
 AT_REST_SHOWN_MAX: Final = 500
-"""Sessions at rest that ``context.sessions`` goes on showing, about 3 kB each; the stored ones are
+"""Sessions at rest that ``context.sessions`` goes on showing, about 1 kB each; the stored ones are
 not limited by it. amqtt shows all of them for ever, which costs memory for each."""
 
 
@@ -206,17 +206,58 @@ class _States:
         return self.state == "new"
 
 
+class _Lazy:
+    """An attribute that is made when somebody asks for it."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, view: SessionView, owner: type | None = None) -> Any:
+        held = vars(view)
+        if self._name not in held:
+            held[self._name] = self._make()
+        return held[self._name]
+
+    def __set__(self, view: SessionView, value: Any) -> None:
+        if view.made:  # what amqtt's constructor sets is empty
+            vars(view)[self._name] = value
+
+
 class SessionView(AmqttSession):
-    """An amqtt Session for amqtt's plugins to look at; the truth is in ours."""
+    """An amqtt Session for amqtt's plugins to look at; the truth is in ours.
+
+    amqtt gives each session queues and maps of 7 kB, which it uses and we do not.
+    """
+
+    made = False
+    inflight_in: Any = _Lazy(OrderedDict)
+    inflight_out: Any = _Lazy(OrderedDict)
+    retained_messages: Any = _Lazy(asyncio.Queue)
+    delivered_message_queue: Any = _Lazy(asyncio.Queue)
 
     def __init__(self) -> None:
         super().__init__()
+        self.made = True
         self.ours: Session | None = None
         self.shown: set[str] = set()
         """Filters under which it stands in ``context.subscriptions``."""
 
     def _init_states(self) -> None:
         self.transitions: Any = _States()
+
+    def take_queued(self) -> list[RetainedApplicationMessage]:
+        """What plugins put into ``retained_messages``, which is empty then."""
+        queue = vars(self).pop("retained_messages", None)
+        return [] if queue is None else [queue.get_nowait() for _ in range(queue.qsize())]
+
+    @property
+    def retained_messages_count(self) -> int:
+        """Messages that plugins queued for a session at rest."""
+        queue = vars(self).get("retained_messages")
+        return queue.qsize() if queue is not None else 0
 
     @property
     def inflight_out_count(self) -> int:
@@ -756,8 +797,7 @@ class Seam:
         shown, _ = self.broker._sessions.get(client_id, (None, None))
         if shown is not None:
             self.hide_session(shown)
-            while not shown.retained_messages.empty():
-                queued.append(shown.retained_messages.get_nowait())
+            queued = shown.take_queued()
         self.broker._sessions[client_id] = (view, handler)
         return queued
 
@@ -842,7 +882,7 @@ class _Retained(RetainedApplicationMessage):
     origin: bytes
 
     @property
-    def source_session(self) -> AmqttSession | None:  # type: ignore[override]
+    def source_session(self) -> AmqttSession | None:
         """The session of its publisher; of one that is shown no longer, only the client id."""
         if not self.origin:
             return None

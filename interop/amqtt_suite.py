@@ -243,11 +243,12 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("--store", action="append", choices=("sqlite", "lmdb"))
     parser.add_argument("--keep", type=Path, help="a new directory for the logs and reports")
-    parser.add_argument("arguments", nargs="*", help="for pytest, after --")
-    options = parser.parse_args()
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    given, arguments = sys.argv[1:at], sys.argv[at + 1 :]
+    options = parser.parse_args(given)
     # started in the background, this process ignores SIGINT, and so would what the tests interrupt
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    arguments = options.arguments or ["tests"]
+    arguments = arguments or ["tests"]
     with tempfile.TemporaryDirectory() as temporary:
         work = (options.keep or Path(temporary)).resolve()
         work.mkdir(parents=True, exist_ok=True)
