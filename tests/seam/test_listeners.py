@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import websockets
-from amqtt.adapters import StreamReaderAdapter, StreamWriterAdapter
+from amqtt.adapters import (
+    ReaderAdapter,
+    StreamReaderAdapter,
+    StreamWriterAdapter,
+    WriterAdapter,
+)
 from amqtt.client import MQTTClient
 
+from broker_ext import transports
+from broker_ext.transports import READ_BYTES
 from broker_ext.wire import (
     Connack,
     Connect,
@@ -28,6 +35,7 @@ from tests.broker.mqtt import Client
 from tests.seam.amqtt_broker import running
 
 if TYPE_CHECKING:
+    import ssl
     from pathlib import Path
 
     from broker_ext.wire import Packet
@@ -156,6 +164,119 @@ async def test_external_listener(tmp_path: Path) -> None:
         await asyncio.wait_for(asyncio.gather(*serving), 10)
         assert b"device" not in broker.hub.registry.owners
         server.close()
+
+
+class Scripted(ReaderAdapter, WriterAdapter):
+    """The other side of an external listener: it says what it is told to, and may hang."""
+
+    def __init__(self, *says: bytes, hangs: bool = False) -> None:
+        self._says = bytearray(b"".join(says))
+        self._hangs = hangs
+        self.asked_max = 0
+        self.written = bytearray()
+        self.closed = asyncio.Event()
+
+    async def read(self, n: int = -1) -> bytes:
+        self.asked_max = max(self.asked_max, n)
+        if not self._says:
+            await self.closed.wait()
+            raise BrokenPipeError
+        said = self._says[:n]
+        del self._says[:n]
+        return said  # type: ignore[return-value] # a bytearray, as amqtt's own sample gives
+
+    def feed_eof(self) -> None:
+        pass
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    async def drain(self) -> None:
+        if self._hangs:
+            await asyncio.Event().wait()
+
+    def get_peer_info(self) -> tuple[str, int] | None:
+        return "somewhere", 0
+
+    def get_ssl_info(self) -> ssl.SSLObject | None:
+        return None
+
+    async def close(self) -> None:
+        if self._hangs:
+            await asyncio.Event().wait()
+        self.closed.set()
+
+
+EXTERNAL = {"default": TCP, "other": {"type": "external", "bind": "other"}}
+
+
+async def test_an_external_client_is_not_asked_for_more_than_it_may_send(tmp_path: Path) -> None:
+    async with running(tmp_path, listeners=EXTERNAL) as broker:
+        connect = encode(Connect(4, b"device"))
+        large = Scripted(connect, encode(Publish(0, b"a", 0, b"x" * 300_000)), b"\xe0\x00")
+        await broker.broker.external_connected(large, large, "other")
+        assert large.asked_max == READ_BYTES
+        assert broker.hub.figures.published == 1
+        huge = Scripted(connect, b"\x30\xff\xff\xff\x7f", b"x" * 1000)
+        await broker.broker.external_connected(huge, huge, "other")
+        assert huge.closed.is_set()
+        endless = Scripted(b"\x10\xff\xff\xff\xff\xff")
+        await broker.broker.external_connected(endless, endless, "other")
+        assert endless.closed.is_set()
+
+
+async def test_an_external_client_that_hangs_is_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transports, "LINGER_S", 0.01)
+    async with running(tmp_path, listeners=EXTERNAL) as broker:
+        clock = broker.hub.clock = ManualClock()
+        hanging = Scripted(encode(Connect(4, b"device", keep_alive_s=10)), hangs=True)
+        serving = asyncio.ensure_future(broker.broker.external_connected(hanging, hanging, "other"))
+        await broker.recorder.wait_for("broker_client_connected")
+        broker.hub._look_for_silence()
+        clock.advance(ms=20_000)
+        broker.hub._look_for_silence()
+        await asyncio.wait_for(serving, 10)
+        assert not broker.hub.connections
+
+
+async def test_a_websocket_that_does_not_read_is_cut(tmp_path: Path) -> None:
+    listeners = {"default": TCP, "web": {"type": "ws", "bind": "127.0.0.1:0", "max_connections": 1}}
+    async with running(tmp_path, listeners=listeners) as broker:
+        clock = broker.hub.clock = ManualClock()
+        url = f"ws://127.0.0.1:{broker.port('web')}"
+        subprotocols = [websockets.Subprotocol("mqtt")]
+        websocket = await websockets.connect(url, subprotocols=subprotocols, compression=None)
+        client = WebSocketClient(websocket)
+        await client.send(encode(Connect(4, b"device", keep_alive_s=10)), cut=100)
+        assert await client.next() == Connack(False)
+        await client.send(encode(Subscribe(1, (SubscribeFilter(b"a", 0),))), cut=100)
+        assert await client.next() == Suback(1, b"\x00")
+        websocket.transport.pause_reading()
+        (connection,) = broker.hub.connections
+        while not connection.congested:
+            await broker.context.broadcast_message("a", b"x" * 500_000, 0)
+            await asyncio.sleep(0)
+        broker.hub._look_for_silence()
+        clock.advance(ms=20_000)
+        broker.hub._look_for_silence()
+        async with asyncio.timeout(10):
+            while broker.broker._servers["web"].conn_count:  # noqa: ASYNC110 - no event for it
+                await asyncio.sleep(0.01)
+        websocket.transport.abort()
+        await websocket.wait_closed()
+
+
+async def test_a_websocket_that_sends_text_is_closed(tmp_path: Path) -> None:
+    """[MQTT-6.0.0-1]; amqtt takes it."""
+    listeners = {"default": TCP, "web": {"type": "ws", "bind": "127.0.0.1:0"}}
+    async with running(tmp_path, listeners=listeners) as broker:
+        url = f"ws://127.0.0.1:{broker.port('web')}"
+        websocket = await websockets.connect(url, subprotocols=[websockets.Subprotocol("mqtt")])
+        await websocket.send(encode(Connect(4, b"device")).decode())
+        await asyncio.wait_for(websocket.wait_closed(), 10)
+        assert not broker.hub.registry.owners
 
 
 class _UnixWriter(StreamWriterAdapter):
