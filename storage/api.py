@@ -280,6 +280,8 @@ class Acquire:
     create: make a record if there is none (after ``clean``); False leaves none.
     Outcome: Acquired, or NotOwner if the record belongs to another user; then nothing changes. A
     record whose user is UNCLAIMED becomes this user's.
+    A record whose expiry is over at ``now_ms`` is deleted first, as with ``clean``, whoever it
+    belonged to: an expired session is gone, swept or not.
     Sets expiry_s, version and detached_ms = 0; a will of an earlier incarnation is not touched.
     """
 
@@ -314,7 +316,7 @@ class Snapshot:
 class Acquired:
     """Outcome of Acquire. existed: a record was there before (and was not cleaned away).
     snapshot: None when nothing was there and nothing was created.
-    dropped: durable filters (QoS >= 1) of the record that ``clean`` deleted."""
+    dropped: durable filters (QoS >= 1) of the record that ``clean`` or its expiry deleted."""
 
     existed: bool
     snapshot: Snapshot | None
@@ -456,6 +458,8 @@ class Prune:
     through: forced: delete entries at or below it even if a consumer still needs them (hard caps);
         0 = none forced.
     older_than_ms: forced: delete blocks stored before it, likewise; 0 = none forced.
+    bytes_max: forced: delete the oldest blocks while the history takes more (LogState.bytes),
+        likewise; 0 = none forced.
     before_ms: of what no consumer needs, keep blocks stored at or after it (retain_for).
     marks_max: topics that have nothing left keep their pruned_through mark until there are more
         than this many marks; then the lowest ones fold into the coarse floor.
@@ -467,6 +471,7 @@ class Prune:
     blocks_max: int
     marks_max: int = 100_000
     older_than_ms: int = 0
+    bytes_max: int = 0
 
 
 class Pruned(NamedTuple):

@@ -248,10 +248,12 @@ def acquire(txn: WriteTxn, history: History, op: Acquire) -> Acquired:
     """See storage.api.Acquire."""
     assert len(op.incarnation) == INCARNATION_BYTES, "an incarnation has 16 bytes"
     record = find(txn, op.client_id)
-    if record is not None and record.user not in (op.user, UNCLAIMED):
+    deadline_ms = record.deadline_ms if record is not None else None
+    is_over = deadline_ms is not None and deadline_ms <= op.now_ms
+    if record is not None and not is_over and record.user not in (op.user, UNCLAIMED):
         raise NotOwner(record.id)
     dropped: tuple[bytes, ...] = ()
-    if record is not None and op.clean:
+    if record is not None and (op.clean or is_over):
         dropped = _delete(txn, record)
         record = None
     existed = record is not None

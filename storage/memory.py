@@ -240,10 +240,12 @@ class MemoryStore:
     @_apply.register
     def _acquire(self, op: Acquire) -> Acquired:
         found = self._tables.consumers.get(op.client_id)
-        if found is not None and found.consumer.user not in (op.user, UNCLAIMED):
+        deadline_ms = _deadline_ms(found.consumer) if found is not None else None
+        is_over = deadline_ms is not None and deadline_ms <= op.now_ms
+        if found is not None and not is_over and found.consumer.user not in (op.user, UNCLAIMED):
             raise NotOwner(found.consumer.id)
         dropped: tuple[bytes, ...] = ()
-        if found is not None and op.clean:
+        if found is not None and (op.clean or is_over):
             dropped = _durable_filters(found)
             self._delete(found)
             found = None
@@ -388,8 +390,11 @@ class MemoryStore:
         floor = tables.ends.floor
         blocks = payload_bytes = 0
         more = False
+        stored_bytes = self._log().bytes
         while (stored := tables.history.get(floor + 1)) is not None:
-            is_forced = floor + 1 <= op.through or stored.stored_ms < op.older_than_ms
+            is_too_old = stored.stored_ms < op.older_than_ms
+            is_too_large = 0 < op.bytes_max < stored_bytes - payload_bytes
+            is_forced = floor + 1 <= op.through or is_too_old or is_too_large
             is_needed = floor + 1 > needed_after
             if not is_forced and (is_needed or stored.stored_ms >= op.before_ms):
                 break

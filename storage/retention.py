@@ -125,13 +125,14 @@ class _Pruning:
         ends = self._ends
         through = min(self._op.through, ends.head)
         unneeded = low_water(self._txn, ends)
-        if max(through, unneeded) > ends.indexed or self._op.older_than_ms:
+        if max(through, unneeded) > ends.indexed or self._op.older_than_ms or self._is_too_large():
             self._history.tail.index(self._txn, ends)
         while (row := next(self._txn.scan(Space.HISTORY), None)) is not None:
             key, raw = row
             block = _Old(self._txn, ends, key, raw)
             is_old = block.stored_ms < self._op.before_ms
-            is_forced = block.last <= through or block.stored_ms < self._op.older_than_ms
+            is_too_old = block.stored_ms < self._op.older_than_ms
+            is_forced = block.last <= through or is_too_old or self._is_too_large()
             if not is_forced and not (block.last <= unneeded and is_old):
                 if through > ends.floor:
                     self._lost.update(block.last_of_topics(through))
@@ -151,6 +152,9 @@ class _Pruning:
             ends.bytes -= len(raw)
             ends.floor = max(ends.floor, block.last)
         return False
+
+    def _is_too_large(self) -> bool:
+        return 0 < self._op.bytes_max < self._ends.bytes
 
     def mark_topics(self) -> None:
         """Raise the marks of the topics that lost something, and shorten their index, once each."""

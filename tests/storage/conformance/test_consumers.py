@@ -332,6 +332,20 @@ async def test_an_expired_consumer_goes_with_everything_it_has(db: Database) -> 
     assert not acquired.existed
 
 
+@pytest.mark.case("HK-15")
+async def test_a_record_that_expired_is_gone_before_it_is_swept(db: Database) -> None:
+    consumer = await db.subscriber(b"dev", b"t")
+    await db.do(Detach(consumer.id, A, NOW_MS, expiry_s=60, keep_expiry=False))
+    early = await db.do(Acquire(b"dev", B, b"", NOW_MS + 59_999, expiry_s=60))
+    assert early.existed
+    await db.do(Detach(consumer.id, B, NOW_MS))
+    late = await db.do(Acquire(b"dev", A, b"somebody else", NOW_MS + 60_000))
+    assert not late.existed
+    assert late.dropped == (b"t",)
+    assert late.snapshot.consumer.id != consumer.id
+    assert late.snapshot.subscriptions == ()
+
+
 @pytest.mark.case("HK-14")
 async def test_the_deadline_counts_from_detach_and_holds_over_a_restart(db: Database) -> None:
     consumer = (await db.acquire(expiry_s=60)).consumer
