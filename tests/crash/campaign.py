@@ -73,7 +73,7 @@ class Campaign:
                 fate = self._fate(fate)
                 how = await self._one_life(fate)
                 self.world.note(facts.Died(how))
-                if not how.startswith("boot.") or self.rng.random() < 0.3:
+                if not how.startswith("boot.") or self.rng.random() < 0.5:
                     await self._inspect()  # an opening of its own: not always before the next one
                 self.tell(f"{number + 1}/{self.kills} {how}")
             await self._drain()
@@ -88,7 +88,7 @@ class Campaign:
         """Choose a crash point, or a random moment. before: None = there is no database yet."""
         rng = self.rng
         window = rng.choice(WINDOWS)
-        if before is not None and before.point.startswith("boot.") and rng.random() < 0.7:
+        if before is not None and before.point.startswith("boot.") and rng.random() < 0.5:
             return before  # it dies in its opening again and again
         if rng.random() < 0.3:
             return Fate(window=window)
@@ -233,9 +233,15 @@ async def run(
 ) -> Verdict:
     """Run a campaign and judge it.
 
-    folder: an empty one that exists. tell: gets a line for each death.
+    folder: an empty one that exists; a history that breaks a promise is left there, as
+        ``history.txt``, a fact in each line. tell: gets a line for each death.
     """
     campaign = Campaign(folder, store, seed, kills)
     if tell is not None:
         campaign.tell = tell
-    return judge(await campaign.run())
+    history = await campaign.run()
+    verdict = judge(history)
+    if verdict.total:
+        lines = [f"{index} {fact}\n" for index, fact in enumerate(history, 1)]
+        (folder / "history.txt").write_text("".join(lines), encoding="utf-8")
+    return verdict

@@ -240,7 +240,9 @@ class Client:
         """The broker has to close the older connection (P7)."""
         older.may_read.set()
         try:
-            await asyncio.wait_for(older.gone.wait(), ANSWER_S)
+            # not wait_for: in Python 3.11 it drops a cancellation that comes with the result
+            async with asyncio.timeout(ANSWER_S):
+                await older.gone.wait()
         except TimeoutError:
             self.world.note(facts.Failed("owner", f"{self.name}: link {older.number} lives on"))
 

@@ -13,7 +13,9 @@ broken promise and not a matter of taste:
 * QoS 2 is stricter: once PUBREL arrived, its PUBLISH must never come again, settled or not;
 * a QoS 1 message that its publisher sent k times may be delivered k times, and one that is sent
   again behind a retained QoS 2 message of its topic may take that one's place: the broker knows
-  the QoS 2 message again, but not the QoS 1 message.
+  the QoS 2 message again, but not the QoS 1 message;
+* so a session that subscribed between the two sendings of a QoS 1 message sees only the second,
+  which comes after messages with higher numbers that were sent in between.
 """
 
 from __future__ import annotations
@@ -409,10 +411,10 @@ class _Judge:
             self.verdict.add(promise, f"{what}: {times} times, sent {sent.times} times")
         if times == 1:
             key = (message.publisher, message.topic)
-            if session.newest.get(key, -1) > message.number:
-                self.verdict.add("order", f"{what}: after number {session.newest[key]}")
-            else:
+            if session.newest.get(key, -1) < message.number:
                 session.newest[key] = message.number
+            elif sent.times == 1 or message.qos == 2 or _is_owed(session, sent):
+                self.verdict.add("order", f"{what}: after number {session.newest[key]}")
 
     def _check_subscribed(self, session: _Session, fact: facts.Delivered) -> None:
         sent = self.sent.get(fact.message_id)
@@ -581,6 +583,16 @@ class _Judge:
                     f"{client}: {message.id} on {message.topic}, sent at {sent.first}, "
                     f"accepted at {sent.accepted}",
                 )
+
+
+def _is_owed(session: _Session, sent: _Sent) -> bool:
+    """Whether a subscription was certainly in force when a message was first sent."""
+    return any(
+        since < sent.first
+        for name, place in session.filters.items()
+        if matches(name, sent.message.topic)
+        and (since := place.sure_since(session.doubt)) is not None
+    )
 
 
 def _shown(message: Message) -> str:

@@ -215,6 +215,17 @@ def _retained_qos_1_again_behind_qos_2(story: Story) -> None:
     story.note(facts.Retained("store", {"t/kept": first.id}))
 
 
+def _subscribed_between_two_sendings(story: Story) -> None:
+    first, second = story.message("u/1"), story.message("u/1")
+    story.send(first, accepted=False)
+    story.subscribe(("u/#", 1))
+    story.send(second)
+    story.deliver(second)
+    story.connect("pub")
+    story.send(first)
+    story.deliver(first)
+
+
 def _a_clean_connect_without_an_answer(story: Story) -> None:
     story.send(story.message())
     story.connect("sub", clean=True, answered=False)
@@ -235,6 +246,7 @@ def _a_clean_connect_without_an_answer(story: Story) -> None:
         _sent_twice_and_delivered_twice,
         _pubrec_lost_and_publish_again,
         _retained_qos_1_again_behind_qos_2,
+        _subscribed_between_two_sendings,
         _a_clean_connect_without_an_answer,
     ],
 )
@@ -320,6 +332,16 @@ def _out_of_order(story: Story) -> None:
         story.send(message)
     for message in reversed(messages):
         story.deliver(message)
+
+
+def _out_of_order_though_it_was_sent_again(story: Story) -> None:
+    first, second = story.message(), story.message()
+    story.send(first, accepted=False)
+    story.send(second)
+    story.deliver(second)
+    story.connect("pub")
+    story.send(first)
+    story.deliver(first)
 
 
 def _new_before_unsettled(story: Story) -> None:
@@ -462,6 +484,7 @@ def _broker_down(story: Story) -> None:
         ("again", _again_after_it_was_settled),
         ("again", _more_often_than_sent),
         ("order", _out_of_order),
+        ("order", _out_of_order_though_it_was_sent_again),
         ("redelivery", _new_before_unsettled),
         ("redelivery", _again_without_dup),
         ("redelivery", _unsettled_in_another_order),
