@@ -98,12 +98,13 @@ def overview(kinds: Sequence[Kind], sizes: Sizes, runs: Runs) -> str:
     row("live at 200/s: latency p99, ms", "latency p99")
     row(f"drain of {sizes.backlog:,} queued, /s", "drain", "drain cpu")
     row(f"storm, {storm} sessions with {each} messages each, s", "storm", "storm cpu")
-    row("memory of a sleeping session, bytes", "session bytes")
+    row("memory of a sleeping session, bytes (RSS)", "session bytes")
+    row("the same without mapped pages of files", "session bytes anonymous")
     row("memory of a message queued for a session, bytes", "message bytes")
     row("start, nothing stored, s", "start empty")
     behind = f"{sessions:,} sessions, {messages:,} messages"
     row(f"start, {behind}, s", "start")
-    row("memory of each of these sessions, bytes", "start session bytes")
+    row("memory of each of these sessions, bytes (no mapped pages)", "start session bytes")
     row("one of them comes back: to its last message, ms", "start back")
     row("(data of this start was written in, s)", "start fill")
     for figure, label in (

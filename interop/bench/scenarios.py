@@ -42,6 +42,7 @@ PAYLOAD_BYTES: Final = 100
 WINDOW: Final = 100
 WINDOW_QOS2: Final = 16
 TOPIC: Final = b"bench/topic"
+QUEUED_MAX: Final = 500_000
 RATE_MAX: Final = 250_000
 """No broker takes more from one publisher here."""
 
@@ -72,9 +73,9 @@ class Sizes:
     start: tuple[int, int] = (100_000, 1_000_000)
     limit_s: float = 120.0
 
-    def messages_for(self, sessions: int) -> int:
-        """Fewer where a broker that queues for each session has to be looked at, too."""
-        return min(self.messages, {1000: 500, 100: 5000}.get(sessions, self.messages))
+    def messages_for(self, sessions: int, *, slow: bool) -> int:
+        """Fewer for a broker that needs kilobytes to queue one message for one session."""
+        return min(self.messages, QUEUED_MAX // max(sessions, 1)) if slow else self.messages
 
 
 FULL: Final = Sizes()
@@ -148,7 +149,7 @@ def ingest(sessions: int, broker: Broker, sizes: Sizes) -> Figures:
     """PUBACKs a second while so many sessions sleep that want the message."""
     shape = Shape(TOPIC, 1, PAYLOAD_BYTES)
     make_sessions(broker.port, [(f"asleep{i}", TOPIC.decode()) for i in range(sessions)])
-    count = sizes.messages_for(sessions)
+    count = sizes.messages_for(sessions, slow=broker.kind.slow)
     with _publisher(broker, [shape], sizes, count=count, seconds=3.0) as publisher:
         publisher.wait_ready()
         before_s = broker.cpu_s()
@@ -341,21 +342,21 @@ def memory(broker: Broker, sizes: Sizes) -> Figures:
     """Bytes of memory for a session that sleeps, and for a message that waits for it."""
     shape = Shape(TOPIC, 1, PAYLOAD_BYTES)
     sessions = sizes.asleep // 10 if broker.kind.slow else sizes.asleep
-    # what serving anybody takes is not a session's
-    make_sessions(broker.port, [(f"warm{i}", f"warm/{i}") for i in range(sizes.asleep // 10)])
+    # what it takes to serve so many of them at all is not what a sleeping one takes
+    make_sessions(broker.port, [(f"warm{i}", f"warm/{i}") for i in range(sessions)])
     _fill(broker, [Shape(b"bench/other", 1, PAYLOAD_BYTES)], sizes, 2000, 1.0)
     time.sleep(sizes.settle_s)
-    empty, _ = broker.rss()
+    empty, empty_anonymous = broker.rss()
     make_sessions(broker.port, [(f"asleep{i}", TOPIC.decode()) for i in range(sessions)])
     time.sleep(sizes.settle_s)
     asleep, asleep_anonymous = broker.rss()
     acked = _fill(broker, [shape], sizes, sizes.queued, sizes.queue_s)
     time.sleep(sizes.settle_s)
-    queued, queued_anonymous = broker.rss()
+    queued, _ = broker.rss()
     return {
         "session bytes": (asleep - empty) / sessions,
+        "session bytes anonymous": (asleep_anonymous - empty_anonymous) / sessions,
         "message bytes": (queued - asleep) / max(sessions * acked, 1),
-        "message bytes anonymous": (queued_anonymous - asleep_anonymous) / max(sessions * acked, 1),
     }
 
 
