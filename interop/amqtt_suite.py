@@ -24,6 +24,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import weakref
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -89,6 +90,8 @@ def _wrap(broker_class: Any) -> None:
         given = config
         if not isinstance(config, BrokerConfig):
             config = BrokerConfig.from_dict(config)
+        _close_leftovers()
+        _made.append(weakref.ref(self))
         options = {"data": _data_for(given), "store": os.environ[STORE]}
         if isinstance(config.plugins, dict):
             config = copy.copy(config)
@@ -99,6 +102,22 @@ def _wrap(broker_class: Any) -> None:
             _tie(self, options)
 
     broker_class.__init__ = __init__
+
+
+_made: list[weakref.ref[Any]] = []
+
+
+def _close_leftovers() -> None:
+    """Close what earlier tests left listening: one that fails does not shut its broker down, and
+    the tests after it would find their port taken."""
+    for left in _made:
+        broker = left()
+        if broker is None or not broker._loop.is_closed():
+            continue
+        for server in broker._servers.values():
+            for shared in getattr(server.instance, "sockets", None) or ():
+                shared._sock.close()
+    _made[:] = [left for left in _made if left() is not None]
 
 
 _data: dict[tuple[str, int], tuple[str, object]] = {}
