@@ -20,6 +20,7 @@ import argparse
 import copy
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -223,15 +224,12 @@ def _node(case: ET.Element) -> str:
 
 
 def _shown(checkout: Path, work: Path) -> Path:
-    """The checkout without its ``amqtt/``, as links. Its ``tests`` becomes a package: others of
-    that name are about where this plugin was installed from its sources."""
+    """A copy of the checkout without its ``amqtt/``, since some tests write beside themselves. Its
+    ``tests`` becomes a package: others of that name are about where this plugin was installed from
+    its sources."""
     shown = work / "checkout"
-    (shown / "tests").mkdir(parents=True)
+    shutil.copytree(checkout, shown, ignore=shutil.ignore_patterns(*LEFT_OUT))
     (shown / "tests" / "__init__.py").touch()
-    for part in [*checkout.iterdir(), *(checkout / "tests").iterdir()]:
-        place = shown / part.relative_to(checkout)
-        if part.name not in LEFT_OUT and not place.exists():
-            place.symlink_to(part.resolve())
     return shown
 
 
