@@ -68,7 +68,7 @@ REFUSED_RESUME = End("resume refused")
 class DurableSession(Session):
     """A session that survives. Made by the registry after Acquire; ``start`` begins delivery.
 
-    reset: it took the place of one that could not be resumed, and its client has to hear that.
+    fresh: its record was made by its own CONNECT.
     """
 
     durable: ClassVar[bool] = True
@@ -103,7 +103,7 @@ class DurableSession(Session):
         self._holds = 0
         self._changing = asyncio.Lock()
         self._counted = {s.filter for s in snapshot.subscriptions if s.qos}
-        self.reset = False
+        self.fresh = False
         self._joined = False
         self._checkpoint = False
         self._unindexed = False

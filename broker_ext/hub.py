@@ -196,6 +196,7 @@ class Hub:
         if settings.max_bytes is not None:
             state = await self.store.log()
             if state.bytes > settings.max_bytes:
+                self.registry.must_tell(expired.client_id)
                 entries = state.head - state.floor
                 keep = entries * settings.max_bytes // state.bytes
                 through = max(through, state.head - keep)
@@ -221,7 +222,9 @@ class Hub:
     # ---------------------------------------------------------------------------- resets
 
     def tell_reset(self, client_id: bytes, finding: Finding) -> None:
-        """A session is deleted because it cannot be resumed: log, count, tell the plugins."""
+        """A session is deleted because it cannot be resumed: log, count, tell the plugins, and its
+        client by the next CONNACK that surely arrives."""
+        self.registry.must_tell(client_id)
         resets = self.figures.resets
         resets[finding.reason] = resets.get(finding.reason, 0) + 1
         log.warning("session %r is reset: %s", client_id, finding.error)

@@ -44,6 +44,8 @@ TAKEN_OVER: Final = End("taken over")
 GAVE_UP: Final = End("gave up", publish_will=False)
 BURST_S: Final = 2.0
 """A client id may use the allowance of this many seconds at once."""
+UNTOLD_MAX: Final = 10_000
+"""Beyond that the oldest are forgotten: they are told once, by the next CONNACK alone."""
 ACCEPTED, ID_REJECTED, UNAVAILABLE, NOT_AUTHORIZED = 0, 2, 3, 5
 
 
@@ -86,7 +88,17 @@ class Registry:
         self.hub = hub
         self.owners: dict[bytes, Session] = {}
         self.allowance = Allowance(hub.settings.max_connects_per_second)
+        self.untold: dict[bytes, None] = {}
+        """Client ids whose session was deleted (410, expired), until they have surely been told."""
         self._lines: dict[bytes, asyncio.Future[None]] = {}
+
+    def must_tell(self, client_id: bytes) -> None:
+        """The session of a client was deleted without its asking. Session Present is 0 until its
+        client sends something after a CONNACK: one that is lost on its way tells nobody."""
+        self.untold.pop(client_id, None)
+        self.untold[client_id] = None
+        if len(self.untold) > UNTOLD_MAX:
+            del self.untold[next(iter(self.untold))]
 
     # ------------------------------------------------------------------------ the line
 
@@ -210,15 +222,23 @@ class Registry:
         except BaseException:
             hub.wills.abandon(incarnation)
             if session is not None:
-                self._undo(session, present=present)
+                self._undo(session)
             raise
         if _left(connection):
             # nobody was told anything, so there is no will either [MQTT-3.1.2-8]
             hub.wills.abandon(incarnation)
-            self._undo(session, present=present)
+            self._undo(session)
             return
-        hub.wills.cancel_orphans(client_id)
         session.has_will = packet.will is not None
+        self._accept(connection, session, present=present)
+
+    def _accept(self, connection: Connection, session: Session, *, present: bool) -> None:
+        """The session begins, and its client is told."""
+        hub = self.hub
+        client_id = session.client_id
+        hub.wills.cancel_orphans(client_id)
+        if not session.durable:
+            self.untold.pop(client_id, None)  # its client has asked for it
         self.owners[client_id] = session
         connection.session = session
         session.may_receive = connection.guard.may_receive
@@ -270,6 +290,8 @@ class Registry:
         snapshot = outcome.snapshot
         assert snapshot is not None
         present = outcome.existed
+        if outcome.dropped:
+            self.must_tell(packet.client_id)  # it had expired
         finding = Finding(Verdict.RESUME)
         if present and not _left(connection):
             finding = verdict(
@@ -302,8 +324,8 @@ class Registry:
             window=self.hub.settings.max_inflight,
             unbound=finding.verdict is Verdict.REBIND,
         )
-        session.reset = finding.verdict is Verdict.RESET
-        return present, session
+        session.fresh = not present
+        return present and packet.client_id not in self.untold, session
 
     def _detach(self, consumer_id: int, incarnation: bytes) -> None:
         """Leave a record that was acquired, as it is."""
@@ -348,10 +370,10 @@ class Registry:
             for topic_filter in outcome.dropped:
                 self.hub.router.count(topic_filter, -1)
 
-    def _undo(self, session: Session, *, present: bool) -> None:
+    def _undo(self, session: Session) -> None:
         """A session that its client was never told of. A record that was there is left as it is;
         one that was made goes again, so that the next CONNECT is told that there was none."""
-        if isinstance(session, DurableSession) and not present:
+        if isinstance(session, DurableSession) and session.fresh:
             session.discard()
         else:
             session.end(GAVE_UP)
@@ -364,9 +386,14 @@ class Registry:
             return
         if self.owners.get(session.client_id) is session:
             del self.owners[session.client_id]
-        if isinstance(session, DurableSession) and session.reset and not session.peer.confirmed:
-            # its client may never have heard that its session is gone: tell it again
-            session.discard()
+        if session.client_id in self.untold and session.peer.confirmed:
+            del self.untold[session.client_id]
+        if (
+            isinstance(session, DurableSession)
+            and session.fresh
+            and session.client_id in self.untold
+        ):
+            session.discard()  # its client may never have heard that its session is gone
         else:
             session.end(end)
         if session.has_will:

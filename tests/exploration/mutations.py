@@ -217,13 +217,13 @@ def _table() -> Iterator[Mutation]:
     )
     yield Mutation(
         "registry: a session that nobody was told of stays",
-        "reset_that_its_client_never_heard_of",
-        source(Registry, "_undo", "not present", "False"),
+        "client_leaves_during_its_first_connect",
+        source(Registry, "_undo", "session.fresh", "False"),
     )
     yield Mutation(
         "registry: a reset whose CONNACK may be lost is not told again",
         "reset_that_its_client_never_heard_of",
-        source(Registry, "leave", "not session.peer.confirmed", "False"),
+        source(Registry, "leave", "and session.peer.confirmed", ""),
     )
     yield Mutation(
         "session: its end does not seal it",
@@ -318,7 +318,7 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "wills: who has come back does not cancel the will that a crash left",
         "wills_after_a_crash",
-        source(Registry, "_take", "hub.wills.cancel_orphans(client_id)", "pass"),
+        source(Registry, "_accept", "hub.wills.cancel_orphans(client_id)", "pass"),
     )
     yield Mutation(
         "connection: acknowledgements do not wait for the commit",

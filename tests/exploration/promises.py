@@ -219,7 +219,7 @@ class Ledger:
         if isinstance(op, OwnerOp):
             self._owner_wrote(op, before, after, outcome)
         elif isinstance(op, Acquire):
-            if isinstance(outcome, Acquired) and op.clean:
+            if isinstance(outcome, Acquired) and not outcome.existed:
                 self._forgotten(op.client_id, asked_for=not op.create)
         elif isinstance(op, Expire):
             assert isinstance(outcome, tuple)
@@ -509,6 +509,9 @@ class Ledger:
                     self.broken(f"P7: {session!r} does not own its record")
         for client_id, belief in self._beliefs.items():
             record = memory.record_of(client_id)
+            told = any(link.session for link in world.links if link.identity.client_id == client_id)
+            if record is not None and not (told or belief.plugins or world.outsiders):
+                self.broken(f"P7: {client_id!r} has a session that it was never told of")
             stored = {} if record is None else {s.filter: s.qos for s in record.subscriptions}
             if belief.exists:
                 self._compare(None, belief, stored)

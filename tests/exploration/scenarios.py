@@ -201,6 +201,12 @@ def client_leaves_between_two_steps_of_connect(world: World) -> None:
         )
 
 
+@scenario(faults=1)
+def client_leaves_during_its_first_connect(world: World) -> None:
+    world.link("dev/1", subscribe((b"t", 1)), will=b"w", pipelines=True, droppable=True)
+    world.link("dev/2", over("dev/1"), drop(), will=b"w", pipelines=True)
+
+
 @scenario(faults=2)
 def unsubscribe_whose_save_fails(world: World) -> None:
     """An UNSUBSCRIBE reported done whose save failed, then retried."""
