@@ -67,7 +67,7 @@ class Hub:
         self.registry = Registry(self)
         self.history = History(self)
         self._timers: list[asyncio.Task[None]] = []
-        self._pruned_at = -1
+        self._pruned_through = -1
 
     async def start(self) -> None:
         """Open the store and everything that hangs on it. Raises StoreUnusable."""
@@ -161,10 +161,8 @@ class Hub:
 
     async def _prune(self) -> None:
         """Delete what nobody needs, and what is beyond the hard caps whoever needs it."""
-        if self.committer.failing_since is not None or (
-            self.committer.batches == self._pruned_at and self.settings.max_age_s is None
-        ):
-            return
+        if self.committer.failing_since is not None or self.committer.head == self._pruned_through:
+            return  # it cannot, or there is no history
         await self.history.checkpoint()
         settings = self.settings
         now_ms = self.clock.now_ms()
@@ -172,35 +170,23 @@ class Hub:
         older_than_ms = 0
         if settings.max_age_s is not None:
             older_than_ms = max(now_ms - int(settings.max_age_s * 1000), 0)
-        through = await self._cap()
-        while True:
-            outcome = await self.committer.apply(
-                Prune(through, before_ms, PRUNE_BLOCKS_MAX, older_than_ms=older_than_ms)
-            )
-            assert isinstance(outcome, Pruned)
-            self.figures.pruned_blocks += outcome.blocks
-            if not outcome.more:
-                self._pruned_at = self.committer.batches
-                return
-
-    async def _cap(self) -> int:
-        """The offset through which max_messages and max_bytes delete, 0 = nothing.
-
-        Bytes are cut by the mean size of an entry: history that is over by a tenth loses the oldest
-        tenth of its entries.
-        """
-        settings = self.settings
         through = 0
         if settings.max_messages is not None:
             through = max(self.committer.head - settings.max_messages, 0)
-        if settings.max_bytes is not None:
-            state = await self.store.log()
-            if state.bytes > settings.max_bytes:
-                self.registry.must_tell(expired.client_id)
-                entries = state.head - state.floor
-                keep = entries * settings.max_bytes // state.bytes
-                through = max(through, state.head - keep)
-        return through
+        prune = Prune(
+            through,
+            before_ms,
+            PRUNE_BLOCKS_MAX,
+            older_than_ms=older_than_ms,
+            bytes_max=settings.max_bytes or 0,
+        )
+        while True:
+            outcome = await self.committer.apply(prune)
+            assert isinstance(outcome, Pruned)
+            self.figures.pruned_blocks += outcome.blocks
+            self._pruned_through = outcome.floor
+            if not outcome.more:
+                return
 
     async def _expire(self) -> None:
         if self.committer.failing_since is not None:
@@ -210,6 +196,7 @@ class Hub:
             assert isinstance(gone, tuple)
             for expired in gone:
                 self.figures.expired += 1
+                self.registry.must_tell(expired.client_id)
                 for topic_filter in expired.filters:
                     self.router.count(topic_filter, -1)
             if len(gone) < EXPIRE_MAX:
