@@ -229,7 +229,7 @@ class DurableSession(Session):
         any more, and pruning waits for the position of a session that went quiet."""
         if self.sealed:
             return
-        if self._unindexed or self._at() != self.saved_cursor:
+        if self._unindexed or self._joined or self._at() != self.saved_cursor:
             self._checkpoint = True
             if not self._joined:
                 self._join(lazy=True)
