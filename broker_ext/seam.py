@@ -142,6 +142,8 @@ LISTEN_BACKLOG: Final = 4096
 retransmits of a second each."""
 
 
+STRING_BYTES_MAX: Final = 65_535
+"""Of a string in a packet [MQTT-1.5.3]."""
 REFUSED_LOGGED_MAX: Final = 10
 """Topics that a connection may not publish to and that are logged, once each, in amqtt's words."""
 AT_REST_SHOWN_MAX: Final = 500
@@ -667,19 +669,32 @@ class Seam:
         first. Returns the SUBACK return code."""
         assert self.hub is not None
         topic_filter, qos = subscription[0].encode(), subscription[1]
+        client_id = str(session.client_id).encode()
         if (
             self.hub.refusing
-            or not valid_filter(topic_filter)
+            or not self._could_be_sent(client_id, topic_filter, qos)
             or not await self.permits(session, topic_filter, Action.SUBSCRIBE)
         ):
             return REFUSED
         grant = Grant(topic_filter, min(qos, self.hub.settings.max_qos))
-        code = await self._subscribe_for(str(session.client_id).encode(), grant)
+        code = await self._subscribe_for(client_id, grant)
         if code < REFUSED:
             shown, _ = self.broker._sessions.get(session.client_id, (None, None))
             if isinstance(shown, SessionView):
                 self.show_subscription(subscription[0], shown, code)
         return code
+
+    def _could_be_sent(self, client_id: bytes, topic_filter: bytes, qos: int) -> bool:
+        """Whether a client could have sent this SUBSCRIBE: what the decoder sees to otherwise."""
+        assert self.hub is not None
+        return (
+            0 < len(client_id) <= self.hub.settings.max_client_id_bytes
+            and len(topic_filter) <= STRING_BYTES_MAX
+            and b"\0" not in client_id + topic_filter
+            and valid_filter(topic_filter)
+            and not topic_filter.startswith(b"$share/")
+            and qos in (0, 1, 2)
+        )
 
     async def _subscribe_for(self, client_id: bytes, grant: Grant) -> int:
         hub = self.hub

@@ -254,14 +254,25 @@ async def test_add_subscription_for_a_session_at_rest_keeps_its_owner(tmp_path: 
         assert await client.payloads(2) == [b"1", b"2"]
 
 
-@pytest.mark.parametrize("topic_filter", ["", "a#", "a/#/b", "+a"])
-async def test_add_subscription_refuses_what_is_no_filter(
-    tmp_path: Path, topic_filter: str
+@pytest.mark.parametrize(
+    ("client_id", "topic_filter", "qos"),
+    [
+        *(("device", f, 1) for f in ("", "a#", "a/#/b", "+a", "a\0", "a" * 65_536, "$share/g/a")),
+        *(("device", "a", qos) for qos in (-1, 3)),
+        *((c, "a", 1) for c in ("", "c\0", "c" * 1025)),
+    ],
+)
+async def test_add_subscription_refuses_what_no_client_could_send(
+    tmp_path: Path, client_id: str, topic_filter: str, qos: int
 ) -> None:
     async with running(tmp_path) as broker:
         await broker.connect(b"device")
-        await broker.context.add_subscription("device", topic_filter, 1)
+        await broker.context.add_subscription(client_id, topic_filter, qos)
         assert shown(broker) == {}
+        assert await broker.hub.store.snapshot(client_id.encode()) in (
+            None,
+            await broker.hub.store.snapshot(b"device"),
+        )
 
 
 async def test_what_a_plugin_queues_for_a_session_at_rest_is_delivered(tmp_path: Path) -> None:
