@@ -1,8 +1,8 @@
 """Certified progress: how far a stored position may move, and that it does move.
 
-The rule. A session's position (its cursor, as stored) is a certificate: every entry of the history at
-or below it that matches a durable filter of the session, and is above that filter's ``from_offset``,
-was acknowledged by the client or stands in a stored claim. Therefore
+The rule. A session's position (its cursor, as stored) is a certificate: every entry of the history
+at or below it that matches a durable filter of the session, and is above that filter's
+``from_offset``, was acknowledged by the client or stands in a stored claim. Therefore
 
 * it stops below an entry that was not offered, or that was read and could not be claimed;
 * what was claimed ahead and never sent is given back with the cursor, at the end of a connection;
@@ -202,7 +202,7 @@ class Model:
 
     async def step(self) -> None:
         device = self.rng.choice(self.devices)
-        steps: list[tuple[int, Callable[[Device], Awaitable[None]]]] = [
+        steps: list[tuple[int, Callable[[Device], Awaitable[object]]]] = [
             (10, self.publish),
             (8, self.acknowledge),
             (6, self.look),
@@ -292,13 +292,13 @@ class Model:
         name = self.rng.choice(FILTERS)
         qos = self.rng.choice((0, 1, 1, 1, 2))
         device.client.send(Subscribe(1, (SubscribeFilter(name, qos),)))
-        while not any(type(p) is Suback for p in await self.look(device)):
+        while not any(type(p) is Suback for p in await self.look(device)):  # noqa: ASYNC110
             await asyncio.sleep(0)
 
     async def unsubscribe(self, device: Device) -> None:
         if device.client is not None:
             device.client.send(Unsubscribe(2, (self.rng.choice(FILTERS),)))
-            while not any(type(p) is Unsuback for p in await self.look(device)):
+            while not any(type(p) is Unsuback for p in await self.look(device)):  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
     async def leave(self, device: Device) -> None:
@@ -430,7 +430,7 @@ async def test_a_stored_position_never_passes_it_on_disk(
 @pytest.mark.timeout(900)
 async def test_a_stored_position_never_passes_it_for_minutes(
     monkeypatch: pytest.MonkeyPatch,
-    long: bool,  # noqa: FBT001 - a fixture
+    long: bool,
 ) -> None:
     if not long:
         pytest.skip("with --long only")
