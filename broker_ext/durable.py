@@ -422,7 +422,7 @@ class DurableSession(Session):
         try:
             while not (self.live or self.sealed or self._holds) and self.out.room:
                 if not await self._read_chunk():
-                    return
+                    break  # not return: a change that was saved meanwhile left the rest to us
         except ResumeHistoryUnavailable as error:
             if epoch == self._epoch:
                 self._lose(error)
