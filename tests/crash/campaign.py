@@ -18,7 +18,7 @@ from storage import open_store
 from storage.errors import StoreError
 from tests.crash import facts
 from tests.crash.broker import Broker, Fate, free_port
-from tests.crash.clients import Client, Link, Publisher, Subscriber, World
+from tests.crash.clients import ANSWER_S, Client, Link, Publisher, Subscriber, World
 from tests.crash.judge import Verdict, judge
 from tests.crash.points import POINTS, points_of
 
@@ -178,6 +178,7 @@ class Campaign:
                 left = len(publisher.pending)
                 text = f"{publisher.name}: {left} messages are not acknowledged"
                 self.world.note(facts.Failed("down", text))
+        await self._all_ready()
         await self.publishers[0].connect()
         self.publishers[0].publish_end()
         await asyncio.gather(*draining)
@@ -187,6 +188,16 @@ class Campaign:
         self.broker.send(signal.SIGTERM)
         if not await self.broker.died(20.0):
             self.world.note(facts.Failed("down", "SIGTERM does not stop the broker"))
+
+    async def _all_ready(self) -> None:
+        """Wait until everybody is subscribed to the marker: else it is not owed to them."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while not all(s.is_ready for s in self.subscribers):  # noqa: ASYNC110 - of five
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            names = [s.name for s in self.subscribers if not s.is_ready]
+            self.world.note(facts.Failed("down", f"{names}: no SUBACK"))
 
     async def _drained(self, subscriber: Subscriber) -> None:
         if await subscriber.drain():

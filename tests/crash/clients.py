@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from broker_ext.wire import Packet
     from tests.crash.facts import Fact
 
-__all__ = ["END", "Client", "Publisher", "Subscriber", "World"]
+__all__ = ["ANSWER_S", "END", "Client", "Publisher", "Subscriber", "World"]
 
 ANSWER_S: Final = 20.0
 """How long an answer may take on a busy machine before it counts as missing."""
@@ -587,6 +587,11 @@ class Subscriber(Client):
         if await self.connect(clean=True) and self.link is not None:
             self.link.send(DISCONNECT)
             self.link.close(politely=True)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it is connected and has the subscriptions that it never gives up."""
+        return self.is_connected and self.stable.keys() <= self._granted
 
     async def drain(self) -> bool:
         """Receive and acknowledge everything up to the marker. False: it did not come in time."""
