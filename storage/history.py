@@ -14,6 +14,7 @@ Rule 2. ``accept`` is asked once for each topic and read.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from storage.api import Chunk, Entry
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from storage.meta import Identity
 
 __all__ = [
+    "SHARED_BLOCKS_MAX",
+    "SHARED_BYTES_MAX",
     "SLICE_BYTES_MAX",
     "History",
     "fetch",
@@ -54,6 +57,10 @@ their turn in the reader, and pages and write-ahead log are not held back."""
 
 _DENSITY_MAX: Final = 0.5
 """Matching topics of an average block above which the scan is cheaper (storage.topics.density)."""
+
+SHARED_BLOCKS_MAX: Final = 256
+SHARED_BYTES_MAX: Final = 64 << 10
+"""Blocks kept taken apart, and the largest of them: at most 16 MiB."""
 
 _LOOK_MAX: Final = 10_000
 """Topic names looked at under wildcards before the scan is taken to be cheaper."""
@@ -259,10 +266,19 @@ def _by_topic(
 
 
 def _block(first: int, raw: bytes | None) -> Block | None:
+    raw = raw or b""
     try:
-        return Block(first, raw or b"")
+        return Block(first, raw) if len(raw) > SHARED_BYTES_MAX else _shared(first, raw)
     except Damage:
         return None
+
+
+@lru_cache(maxsize=SHARED_BLOCKS_MAX)
+def _shared(first: int, raw: bytes) -> Block:
+    """A block, taken apart once for all who come to read it at the same time: when 500 sessions
+    return at once, each looks through the same tail. It is found by its bytes, so it is what is
+    on disk."""
+    return Block(first, raw)
 
 
 def _scan(txn: ReadTxn, ends: Ends, start: int) -> Iterator[tuple[int, Block | None]]:
