@@ -199,8 +199,9 @@ class Connection(asyncio.Protocol):
         self.heard = True
         if self.closed or self.ended is not None:
             return
-        if self.session is not None:
+        if self.session is not None and not self.confirmed:
             self.confirmed = True
+            self.session.introduce()
         packets = self.decoder.feed(data)
         if packets:
             self._handle(packets)

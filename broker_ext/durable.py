@@ -104,6 +104,7 @@ class DurableSession(Session):
         self._changing = asyncio.Lock()
         self._counted = {s.filter for s in snapshot.subscriptions if s.qos}
         self.fresh = False
+        self._unknown = snapshot.consumer.next_packet_id == 0
         self._joined = False
         self._checkpoint = False
         self._unindexed = False
@@ -116,6 +117,14 @@ class DurableSession(Session):
             self.subscriptions[subscription.filter] = subscription.qos
             self._from[subscription.filter] = subscription.from_offset
         self._due = self.out.restore(snapshot)
+
+    def introduce(self) -> None:
+        """From now on a crash leaves a session that is told to be there (``resume.is_blank``)."""
+        if self._unknown and not self.sealed:
+            self._unknown = False
+            self._checkpoint = True
+            if not self._joined:
+                self._join(lazy=True)
 
     def start(self) -> None:
         """Deliver: first what earlier connections left, in its order (P6), then the rest."""
@@ -185,7 +194,7 @@ class DurableSession(Session):
                 unheld=collected.unheld,
                 received=received,
                 released=released,
-                next_packet_id=self.out.next_packet_id if collected.flights else None,
+                next_packet_id=None if self._unknown else self.out.next_packet_id,
                 checkpoint=checkpoint,
             ),
             partial(self._saved, collected),
@@ -588,7 +597,8 @@ class DurableSession(Session):
         if cursor is not None:
             self.cursor = cursor if self.live else min(cursor, self.cursor)
             self.live = False
-        self._checkpoint = self._at() != self.saved_cursor
+        self._checkpoint |= self._at() != self.saved_cursor
+        self.introduce()
         self._save()
         super().end(end)
         self.committer.submit(

@@ -149,7 +149,7 @@ class Outbound:
         """Take over what earlier connections left. Returns the ids whose PUBREL is due."""
         self.next_claim = snapshot.consumer.next_claim
         self.next_held = snapshot.consumer.next_held
-        self.next_packet_id = snapshot.consumer.next_packet_id
+        self.next_packet_id = snapshot.consumer.next_packet_id or 1
         due: list[int] = []
         for claim in snapshot.claims:
             flights: list[Flight] = []

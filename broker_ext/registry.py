@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from broker_ext.durable import DurableSession
-from broker_ext.resume import Finding, Verdict, verdict
+from broker_ext.resume import Finding, Verdict, is_blank, verdict
 from broker_ext.session import End, Session, TransientSession
 from broker_ext.wire import connack
 from storage.api import INCARNATION_BYTES, UNCLAIMED, Acquire, Acquired, Detach, Entry, Will
@@ -314,6 +314,9 @@ class Registry:
             log.warning("session %r: %s; it resumes unchecked", packet.client_id, finding.error)
         elif present:
             self.hub.figures.resumed += 1
+        if present and is_blank(snapshot):
+            self.must_tell(packet.client_id)
+            present = False
         session = DurableSession(
             self.hub,
             connection,

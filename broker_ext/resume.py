@@ -19,7 +19,7 @@ from storage.errors import DatabaseGenerationChanged, ResumeHistoryUnavailable, 
 if TYPE_CHECKING:
     from storage.api import LogState, Snapshot
 
-__all__ = ["Finding", "Verdict", "position_of", "verdict"]
+__all__ = ["Finding", "Verdict", "is_blank", "position_of", "verdict"]
 
 
 class Verdict(Enum):
@@ -47,6 +47,18 @@ def position_of(snapshot: Snapshot) -> int:
         d.offset for claim in snapshot.claims for d in claim.deliveries if not d.state & 0x80
     ]
     return min([snapshot.consumer.cursor, *(offset - 1 for offset in unsettled)])
+
+
+def is_blank(snapshot: Snapshot) -> bool:
+    """Whether nothing was ever written to a record since it was made.
+
+    Then the broker died before its client is known to have had the CONNACK that belongs to it, and
+    that one may have said that an older session is gone: it is said again (Session Present 0). What
+    is lost is nothing. As soon as a client is known to have it, and at the end of its connection,
+    ``next_packet_id`` is set, so that the existence of a session is kept [MQTT-3.1.2-4].
+    """
+    is_new = snapshot.consumer.next_packet_id == 0
+    return is_new and not (snapshot.subscriptions or snapshot.claims or snapshot.inbound)
 
 
 def verdict(

@@ -111,6 +111,9 @@ class Session:
         kind = "durable" if self.durable else "transient"
         return f"<{kind} session {self.client_id!r}>"
 
+    def introduce(self) -> None:
+        """The client has sent something: it had its CONNACK, and knows this session."""
+
     # --------------------------------------------------------------- from the publisher
 
     def receive(

@@ -204,7 +204,8 @@ class Consumer:
     generation, cursor: its position as far as claims go; entries at or below the cursor that match
         are settled or in a claim.
     next_claim, next_held: numbers the next Claim and held message get.
-    next_packet_id: where the search for a free packet id goes on.
+    next_packet_id: where the search for a free packet id goes on; 0 in a new record, until its
+        owner says otherwise: nobody may have been told of it.
     expiry_s: seconds a detached record is kept, None = for ever.
     detached_ms: when the last owner left; 0 = an owner is attached.
     version: MQTT protocol level that created it (3, 4, 5); opaque here.

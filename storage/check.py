@@ -239,7 +239,7 @@ class _Walk:
             yield "its id is to be given again"
         if get_u64(self.txn, Space.CLIENT, key_of(record.client_id)) != record.id:
             yield "it is not found by its client id"
-        if not 1 <= record.next_packet_id <= 0xFFFF:
+        if not 0 <= record.next_packet_id <= 0xFFFF:
             yield f"its next packet id is {record.next_packet_id}"
         for packet_id, _ in rows_of(self.txn, Space.INBOUND, record.id):
             if not 1 <= int.from_bytes(packet_id, "big") <= 0xFFFF:

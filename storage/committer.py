@@ -186,6 +186,8 @@ class Committer:
 
     def join(self, participant: Participant, *, lazy: bool) -> None:
         """Have ``participant.collect`` called when the open batch is closed."""
+        if self._closed:
+            return
         self._open.participants[participant] = None
         if not self._hurry:
             if not lazy:

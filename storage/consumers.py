@@ -282,6 +282,7 @@ def _new(txn: WriteTxn, history: History, op: Acquire) -> Record:
         incarnation=op.incarnation,
         generation=bytes.fromhex(history.identity.generation),
         cursor=history.ends.head,
+        next_packet_id=0,
         created_ms=op.now_ms,
     )
 

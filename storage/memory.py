@@ -276,6 +276,7 @@ class MemoryStore:
             incarnation=op.incarnation,
             generation=self._generation,
             cursor=ends.head,
+            next_packet_id=0,
             created_ms=op.now_ms,
         )
         return Snapshot(consumer, (), (), {}, frozenset())

@@ -493,7 +493,7 @@ class _Rebuild:
         _must_fit(claims, {n for n, _ in held})
         record.next_claim = max([record.next_claim, *(claim.number + 1 for claim in claims)])
         record.next_held = max([record.next_held, *(n + 1 for n, _ in held)])
-        if not 1 <= record.next_packet_id <= 0xFFFF:
+        if not 0 <= record.next_packet_id <= 0xFFFF:
             record.next_packet_id = 1
         inbound = [int.from_bytes(key, "big") for key, _ in rows[Space.INBOUND]]
         written = [

@@ -92,7 +92,9 @@ async def test_a_qos_2_message_of_a_publisher_is_taken_once(
     if gate is not None:
         gate.release()
     again = await broker.connect(b"p")
-    assert again.connack.session_present
+    # after a crash, unless nothing of it was stored
+    nothing = how == "crash" and step == "publish under way"
+    assert again.connack.session_present or nothing
     await finish_publishing(again, received=received)
     await finish_publishing_another(again)
     assert await broker.history() == [b"1", b"2"]

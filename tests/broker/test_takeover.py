@@ -17,6 +17,7 @@ from broker_ext.wire import (
     Subscribe,
     SubscribeFilter,
 )
+from storage import api
 from storage.api import UNCLAIMED, Acquire, Detach
 from storage.errors import StoreUnavailable
 from tests.broker.mqtt import running, will
@@ -360,6 +361,7 @@ async def test_a_record_that_nobody_has_claimed_yet_is_its_first_client_s(
     broker: Broker, clean: bool
 ) -> None:
     await broker.hub.committer.apply(Acquire(b"c", b"Z" * 16, UNCLAIMED, 0))
+    await broker.hub.committer.apply(api.Subscribe(1, b"Z" * 16, (api.Subscription(b"a", 0, 0),)))
     client = await broker.connect(b"c", user=b"alice", clean=clean)
     assert client.connack.session_present is not clean
 

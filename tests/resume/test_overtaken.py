@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from broker_ext import durable
 from broker_ext.wire import Puback
 from storage.api import Acquire, Acquired, Prune
 from storage.errors import EntryDamaged, StoreUnavailable
@@ -42,6 +43,11 @@ PRUNED = "history-unavailable"
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     with scratch() as path:
         yield BACKENDS[request.param](path)
+
+
+@pytest.fixture(autouse=True)
+def _room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(durable, "AHEAD_MIN", ROOM - 100)
 
 
 def payloads(first: int, last: int) -> list[bytes]:

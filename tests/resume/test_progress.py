@@ -172,7 +172,6 @@ class Device:
 
     client_id: bytes
     client: Client | None = None
-    is_known: bool = False
     sent: dict[int, tuple[int, int]] = field(default_factory=dict)
     received: dict[int, int] = field(default_factory=dict)
     acknowledged: set[int] = field(default_factory=set)
@@ -281,9 +280,12 @@ class Model:
         """Also while it is connected: then it takes over from itself."""
         device.sent.clear()
         device.lately.clear()
+        await self.broker.hub.committer.drain()
+        before = await self.broker.store.inner.snapshot(device.client_id)
         device.client = await self.broker.connect(device.client_id)
-        assert device.client.connack.session_present == device.is_known
-        device.is_known = True
+        present = device.client.connack.session_present
+        assert present <= (before is not None)
+        assert present >= (before is not None and bool(before.subscriptions or before.claims))
 
     async def subscribe(self, device: Device) -> None:
         if device.client is None:

@@ -79,6 +79,7 @@ async def test_acquire_makes_a_record_at_the_head(db: Database) -> None:
         incarnation=A,
         generation=log.generation,
         cursor=2,
+        next_packet_id=0,  # nobody may have been told of it yet
         expiry_s=60,
         created_ms=NOW_MS,
         version=5,
@@ -132,7 +133,7 @@ async def test_a_clean_acquire_starts_with_nothing(db: Database) -> None:
     assert acquired.snapshot == await db.snapshot()
     consumer = acquired.snapshot.consumer
     assert (consumer.cursor, consumer.created_ms, consumer.incarnation) == (2, NOW_MS + 1, B)
-    assert (consumer.next_claim, consumer.next_held, consumer.next_packet_id) == (1, 1, 1)
+    assert (consumer.next_claim, consumer.next_held, consumer.next_packet_id) == (1, 1, 0)
     assert acquired.snapshot.subscriptions == ()
     assert acquired.snapshot.claims == ()
     assert acquired.snapshot.held == {}
