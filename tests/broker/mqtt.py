@@ -276,9 +276,7 @@ class _Accepted(asyncio.Protocol):
         guard = Guard(self._broker, self._broker.slow)
         name = f"{host}:{port}"
         self._broker.guards[name] = guard
-        transport.set_protocol(
-            Connection(self._broker.hub, transport, guard, peername=name)
-        )
+        transport.set_protocol(Connection(self._broker.hub, transport, guard, peername=name))
 
 
 class Client:

@@ -254,9 +254,7 @@ async def test_deliveries_under_way_that_cannot_be_read_now_are_resumed_later(
     await client.closed()
     again = await broker.connect(b"s")
     after = await again.publishes(2)
-    assert [(p.payload, p.packet_id) for p in after] == [
-        (p.payload, p.packet_id) for p in before
-    ]
+    assert [(p.payload, p.packet_id) for p in after] == [(p.payload, p.packet_id) for p in before]
 
 
 @pytest.mark.parametrize("error", [EntryDamaged(3, b"a"), EntryDamaged(3), EntryGone(3)])

@@ -585,9 +585,9 @@ class DeliveryMachine(RuleBasedStateMachine):
         packet_id = self.got_pubrel.pop()
         if packet_id in self.half:
             stored = [d for c in self.claims.values() for d in c.deliveries]
-            assert all(
-                d.state & RECEIVED for d in stored if d.packet_id == packet_id
-            ), "PUBREL before 'received' was committed (P5)"
+            assert all(d.state & RECEIVED for d in stored if d.packet_id == packet_id), (
+                "PUBREL before 'received' was committed (P5)"
+            )
             del self.half[packet_id]
         self.out.pubcomp(packet_id)
 
@@ -622,7 +622,5 @@ class DeliveryMachine(RuleBasedStateMachine):
 def test_random_histories_of_deliveries(long: bool) -> None:
     run_state_machine_as_test(
         DeliveryMachine,
-        settings=settings(
-            max_examples=5000 if long else 80, stateful_step_count=60, deadline=None
-        ),
+        settings=settings(max_examples=5000 if long else 80, stateful_step_count=60, deadline=None),
     )
