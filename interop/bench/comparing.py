@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from interop.bench.brokers import fresh
 from interop.bench.client import Lost
+from interop.bench.disk import sync_ms
 from interop.bench.packets import BadStream
 from interop.bench.processes import Failed
 from interop.bench.scenarios import scenarios
@@ -48,7 +49,7 @@ def compare(kinds: Sequence[Kind], sizes: Sizes, repeat: int, chosen: Sequence[s
                 began = time.monotonic()
                 try:
                     with fresh(kind) as broker:
-                        figures = scenario.run(broker, sizes)
+                        figures = {"sync ms": sync_ms(), **scenario.run(broker, sizes)}
                 except (BadStream, Failed, Lost, OSError) as error:
                     tell(f"{kind.name}: {scenario.name} failed: {error}")
                     continue
@@ -58,7 +59,7 @@ def compare(kinds: Sequence[Kind], sizes: Sizes, repeat: int, chosen: Sequence[s
         for kind in kinds:
             began = time.monotonic()
             for figures in start(kind, sizes, repeat) if kind.store else ():
-                runs[kind.name]["start"].append(figures)
+                runs[kind.name]["start"].append({"sync ms": sync_ms(), **figures})
                 _tell_figures(kind, "start", began, figures)
     return runs
 
@@ -77,7 +78,11 @@ def _of(runs: Runs, broker: str, figure: str) -> float | None:
 
 
 def overview(kinds: Sequence[Kind], sizes: Sizes, runs: Runs) -> str:
-    """The one table: a row for each figure, a column for each broker."""
+    """The one table: a row for each figure, a column for each broker.
+
+    The last column is the disk's: what a sync took before this was measured. A row that had a
+    slower disk than another cannot be compared with it.
+    """
     names = [kind.name for kind in kinds]
     sessions, messages = sizes.start
     storm, each = sizes.storm
@@ -88,7 +93,7 @@ def overview(kinds: Sequence[Kind], sizes: Sizes, runs: Runs) -> str:
         if any(value is not None for value, _ in values):
             beside = [f"  [{number(c)} µs]" if isinstance(c, float) else "" for _, c in values]
             cells = [number(v) + b for (v, _), b in zip(values, beside, strict=True)]
-            rows.append([label, *cells])
+            rows.append([label, *cells, number(_sync(runs, figure))])
 
     for n in sizes.sessions:
         row(f"ingest QoS 1, {n:,} sleeping sessions, acked/s", f"ingest {n}", f"ingest {n} cpu")
@@ -112,9 +117,20 @@ def overview(kinds: Sequence[Kind], sizes: Sizes, runs: Runs) -> str:
         ("again", "delivered again although acknowledged or under way"),
     ):
         sums = [_sum(runs, name, figure) for name in names]
-        rows.append([label, *map(number, sums)])
-    head = ["medians; in brackets: CPU of the broker for each message", *names]
+        rows.append([label, *map(number, sums), ""])
+    head = ["medians; in brackets: CPU of the broker for each message", *names, "a sync, ms"]
     return table(head, rows)
+
+
+def _sync(runs: Runs, figure: str) -> float | None:
+    """What a sync of the disk took while this figure was measured, of all brokers."""
+    return median(
+        figures["sync ms"]
+        for scenarios_ in runs.values()
+        for times in scenarios_.values()
+        for figures in times
+        if figure in figures
+    )
 
 
 def _sum(runs: Runs, broker: str, figure: str) -> float | None:

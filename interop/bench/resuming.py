@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from interop.bench.brokers import Broker, kind_of_store
 from interop.bench.client import Link, receive
 from interop.bench.comparing import is_chosen, tell
+from interop.bench.disk import sync_ms
 from interop.bench.filling import fill, head_and_floor
 from interop.bench.packets import Shape
 from interop.bench.scenarios import Figures, Sizes, live_for, percentile
@@ -172,6 +173,7 @@ def _traffic(
     store: str, directory: Path, options: dict[str, Any], is_released: bool, seconds: float
 ) -> Figures:
     """Full traffic on a data directory; the only reader of its past is deleted on the way."""
+    before_ms = sync_ms()
     broker = Broker(kind_of_store(store), directory, options)
     try:
         release = threading.Timer(seconds / 10, partial(_release, broker.port))
@@ -184,6 +186,7 @@ def _traffic(
         broker.kill()
     head, floor = head_and_floor(store, directory / "data")
     return {
+        "sync ms": before_ms,
         "per_s": len(received.sequences) / max(received.last - published.began, 1e-9),
         "cpu_us": cpu_s * 1e6 / max(len(received.sequences), 1),
         "ack p50": percentile(published.latencies_s, 50) * 1e3,
@@ -213,6 +216,7 @@ def _pruning(stores: Sequence[str], size: int, every: Every) -> str:
         "of",
         "lost",
         "again",
+        "a sync, ms",
     ]
     columns = ["per_s", "cpu_us", "ack p50", "ack p99", "ack max", "pruned", "head"]
     rows = []
@@ -221,5 +225,6 @@ def _pruning(stores: Sequence[str], size: int, every: Every) -> str:
             name = f"{store} {case}"
             cells = [number(_median(every, name, column)) for column in columns]
             cells += [number(sum(f[figure] for f in every[name])) for figure in ("lost", "again")]
+            cells.append(number(_median(every, name, "sync ms")))
             rows.append([f"{store}: {label.format(size)}", *cells])
     return table(head, rows)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, cast
 
 from interop.bench.comparing import tell
+from interop.bench.disk import sync_ms
 from interop.bench.filling import apply, opened
 from interop.bench.table import median, number, table
 from storage.api import (
@@ -60,11 +61,12 @@ class Setting(NamedTuple):
 
 
 class Figures(NamedTuple):
-    """cpu_us: of this process, all threads, for each batch."""
+    """cpu_us: of this process, all threads, for each batch. sync_ms: of the disk, before."""
 
     commits_per_s: float
     entries_per_s: float
     cpu_us: float
+    sync_ms: float
 
 
 def run(
@@ -87,7 +89,7 @@ def run(
             tell(f"{setting.name:28} {' '.join(map(number, figures))}")
     head = ["a batch of", "entries"]
     for store in stores:
-        head += [f"{store} commits/s", "entries/s", "CPU µs/batch", "CPU µs/entry"]
+        head += [f"{store} commits/s", "entries/s", "CPU µs/batch", "CPU µs/entry", "a sync, ms"]
     rows = []
     for setting in settings[:: len(stores)]:
         what = "append + Advance" if setting.advances else "append"
@@ -95,7 +97,7 @@ def run(
         for store in stores:
             of_store = runs[setting._replace(store=store)]
             medians = [median(values) or 0.0 for values in zip(*of_store, strict=True)]
-            row += map(number, (*medians, medians[2] / setting.entries))
+            row += map(number, (*medians[:3], medians[2] / setting.entries, medians[3]))
         rows.append(row)
     every = {s.name: [figures._asdict() for figures in runs[s]] for s in settings}
     return [table(head, rows)], every
@@ -103,6 +105,7 @@ def run(
 
 async def _measure(setting: Setting, directory: Path, seconds: float) -> Figures:
     durability = cast("Literal['fsync', 'os']", setting.durability)
+    before_ms = sync_ms()
     store = await opened(setting.store, directory, durability=durability)
     try:
         incarnation = os.urandom(16)
@@ -127,7 +130,9 @@ async def _measure(setting: Setting, directory: Path, seconds: float) -> Figures
     finally:
         await store.close()
     commits = max(commits, 1)
-    return Figures(commits / took_s, commits * setting.entries / took_s, cpu * 1e6 / commits)
+    return Figures(
+        commits / took_s, commits * setting.entries / took_s, cpu * 1e6 / commits, before_ms
+    )
 
 
 def _entry(offset: int) -> Entry:
