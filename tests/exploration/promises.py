@@ -235,7 +235,8 @@ class Ledger:
     def _forgotten(self, client_id: bytes, *, asked_for: bool) -> None:
         """A session was deleted: its client must be told, with Session Present = 0."""
         belief = self.belief(client_id)
-        if belief.exists and not (asked_for or self.world.forgets):
+        # one with nothing in it may go, as long as its client is told
+        if belief.exists and belief.base and not (asked_for or self.world.forgets):
             self.broken(f"P7: the session of {client_id!r} was deleted")
         belief.base.clear()
         belief.others_ended()
@@ -353,7 +354,7 @@ class Ledger:
         else:
             if stored:
                 self.broken(f"P7: {link} was told of no session, and there is one")
-            if belief.exists and not self.world.forgets:
+            if belief.exists and belief.base and not self.world.forgets:
                 self.broken(f"P7: {link} lost its session")
             self._forgive(client_id, None)
             belief.must_hear = False
