@@ -52,7 +52,7 @@ __all__ = ["DurableSession"]
 
 log = logging.getLogger("amqtt_durable.session")
 
-AHEAD_MIN: Final = 256
+AHEAD_MIN: Final = 1024
 """Deliveries claimed ahead of the window: a drain then waits for a commit every few hundred."""
 TAIL_WALK_MAX: Final = 512
 """Entries of the committer's tail that a session that is behind looks through itself; when it is

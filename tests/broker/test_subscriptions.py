@@ -410,14 +410,14 @@ async def test_retained_messages_survive_a_restart(durable_broker: Broker) -> No
 async def test_more_retained_messages_than_the_window_all_come(clean: bool) -> None:
     async with running(max_inflight=5, max_queued_messages=7) as broker:
         publisher = await broker.connect(b"p", clean=True)
-        for n in range(1000):
+        for n in range(3000):
             publisher.publish(b"a/%d" % n, b"%d" % n, n % 3, retain=True)
         await publisher.until_ping()
         client = await broker.connect(b"c", clean=clean)
         client.send(Subscribe(1, (SubscribeFilter(b"a/#", 2),)))
         await client.next(Suback)
-        got = await client.publishes(1000)
-        assert len({p.topic for p in got}) == 1000
+        got = await client.publishes(3000)
+        assert len({p.topic for p in got}) == 3000
         assert all(p.retain for p in got)
         await client.quiet()
 
@@ -463,15 +463,15 @@ async def test_a_retained_message_that_was_replaced_during_the_walk_comes_once(
     await broker.stop()
     await broker.start(max_inflight=1)
     publisher = await broker.connect(b"p", clean=True)
-    for n in range(600):
-        publisher.publish(b"a/%03d" % n, b"old", 1, retain=True)
+    for n in range(1600):
+        publisher.publish(b"a/%04d" % n, b"old", 1, retain=True)
     await publisher.until_ping()
     client = await broker.connect(b"c")
     client.send(Subscribe(1, (SubscribeFilter(b"a/+", 1),)))
     await client.next(Suback)
-    publisher.publish(b"a/599", b"new", 1, retain=True)  # delivered as it is published
+    publisher.publish(b"a/1599", b"new", 1, retain=True)  # delivered as it is published
     await publisher.until_ping()
-    got = await client.publishes(600)
+    got = await client.publishes(1600)
     assert [p.retain for p in got if p.payload == b"new"] == [False]
     assert await client.until_ping() == []
 
