@@ -7,9 +7,17 @@ import inspect
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+
+# a busy machine is no fault of what is tested
+settings.register_profile(
+    "project", deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
