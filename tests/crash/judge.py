@@ -15,7 +15,9 @@ broken promise and not a matter of taste:
   again behind a retained QoS 2 message of its topic may take that one's place: the broker knows
   the QoS 2 message again, but not the QoS 1 message;
 * so a session that subscribed between the two sendings of a QoS 1 message sees only the second,
-  which comes after messages with higher numbers that were sent in between.
+  which comes after messages with higher numbers that were sent in between;
+* a new session for which nothing was answered out of a commit before the broker died may be told
+  to be absent once more: nothing of it is lost.
 """
 
 from __future__ import annotations
@@ -148,11 +150,15 @@ class _Session:
 
     unanswered: CONNECTs since it did not exist that had no answer; one may have made it.
     doubt: when a clean CONNECT was sent that had no answer; it may have deleted what was there.
+    kept: something of it was certainly stored after its first CONNACK. blank: the broker died
+        before that.
     """
 
     exists: bool | None = False
     unanswered: int = 0
     doubt: int = 0
+    kept: bool = False
+    blank: bool = False
     link: int = 0
     filters: dict[str, _Filter] = field(default_factory=dict)
     tickets: dict[int, list[tuple[_Filter, int]]] = field(default_factory=dict)
@@ -250,7 +256,7 @@ class _Judge:
         session = self.sessions[fact.client]
         if fact.clean and fact.present:
             self.verdict.add("session", f"{fact.client}: present after a clean CONNECT")
-        elif session.exists is True and not fact.clean and not fact.present:
+        elif session.exists is True and not (fact.clean or fact.present or session.blank):
             self.verdict.add("session", f"{fact.client}: not present at {self.now}, but it was")
         elif session.exists is False and fact.present and session.unanswered == 1:
             self.verdict.add("session", f"{fact.client}: present at {self.now}, but never was")
@@ -258,6 +264,8 @@ class _Judge:
             session.renew()
         session.unanswered = 0
         session.exists = not fact.clean
+        session.kept = session.kept or fact.present
+        session.blank = False
         session.link = fact.link
         session.due = {
             d.packet_id: d for d in session.open.values() if d.step == "arrived" and not d.retained
@@ -286,10 +294,13 @@ class _Judge:
         sent = self.sent[fact.message.id]
         sent.accepted = sent.accepted or self.now
         self.verdict.counts["accepted"] += 1
+        session = self.sessions[fact.client]
         if fact.message.topic.startswith(self.anchor):
             self._committed(sent.first)
+            session.kept = True
         if fact.message.qos == 2:
-            self.sessions[fact.client].inbound[fact.packet_id] = "stored"
+            session.inbound[fact.packet_id] = "stored"
+            session.kept = True
 
     def _released(self, fact: facts.Released) -> None:
         self.sessions[fact.client].inbound[fact.packet_id] = "unknown"
@@ -314,7 +325,9 @@ class _Judge:
             place.changes.append(_Change(self.now, qos))
 
     def _subscribed(self, fact: facts.Subscribed) -> None:
-        places = self.sessions[fact.client].tickets.pop(fact.ticket, [])
+        session = self.sessions[fact.client]
+        session.kept = True
+        places = session.tickets.pop(fact.ticket, [])
         for (place, i), code in zip(places, fact.codes, strict=True):
             if code != place.changes[i].qos:
                 self.verdict.add("qos", f"{fact.client}: SUBACK {code} at {self.now}")
@@ -489,6 +502,8 @@ class _Judge:
         self.verdict.counts[f"died at {fact.how}"] += 1
         self.acked.clear()
         self.processed.clear()
+        for session in self.sessions.values():
+            session.blank = not session.kept
 
     def _found(self, fact: facts.Found) -> None:
         for problem in fact.problems:

@@ -167,22 +167,6 @@ def _arm_operation(fuse: _Fuse, name: str) -> None:
     raise KeyError(name)
 
 
-def _arm_checkpoint(fuse: _Fuse, *, before: bool) -> None:
-    """Around a checkpoint: a transaction has just been committed that asks for one."""
-    original = _SqliteDatabase.write
-
-    def write(self: Any, work: Callable[[Any], Any], **kwargs: Any) -> Any:
-        due = self.unchecked_bytes > sqlite_store.CHECKPOINT_BYTES // 2
-        if due and before:
-            fuse.soon()
-        result = original(self, work, **kwargs)
-        if due and self.unchecked_bytes == 0 and not before:
-            fuse()
-        return result
-
-    _SqliteDatabase.write = write  # type: ignore[method-assign]
-
-
 def make_small(window: int) -> None:
     """Have what seldom happens happen often, within the second that a process may live.
 
@@ -247,8 +231,11 @@ POINTS: Final[dict[str, Point]] = {
     "boot.after-sidecar": Point(1, lambda fuse: _arm_sidecar(fuse, before=False)),
     "grow.before": Point(2, _before(_LmdbDatabase, "_set_map_bytes")),
     "grow.after": Point(2, _after(_LmdbDatabase, "_set_map_bytes")),
-    "checkpoint.before": Point(3, lambda fuse: _arm_checkpoint(fuse, before=True)),
-    "checkpoint.after": Point(3, lambda fuse: _arm_checkpoint(fuse, before=False)),
+    "checkpoint.before": Point(3, _before(_SqliteDatabase, "checkpoint")),
+    "checkpoint.during": Point(
+        3, lambda fuse: _wrap(_SqliteDatabase, "checkpoint", before=fuse.soon)
+    ),
+    "checkpoint.after": Point(3, _after(_SqliteDatabase, "checkpoint")),
     "stop.drained": Point(1, lambda fuse: _wrap_async(Hub, "_drain", fuse)),
     **dict(
         _operation(name, most)

@@ -226,6 +226,12 @@ def _subscribed_between_two_sendings(story: Story) -> None:
     story.deliver(first)
 
 
+def _made_and_nothing_stored(story: Story) -> None:
+    story.connect("other", present=False)
+    story.die()
+    story.connect("other", present=False)
+
+
 def _a_clean_connect_without_an_answer(story: Story) -> None:
     story.send(story.message())
     story.connect("sub", clean=True, answered=False)
@@ -247,6 +253,7 @@ def _a_clean_connect_without_an_answer(story: Story) -> None:
         _pubrec_lost_and_publish_again,
         _retained_qos_1_again_behind_qos_2,
         _subscribed_between_two_sendings,
+        _made_and_nothing_stored,
         _a_clean_connect_without_an_answer,
     ],
 )
@@ -402,6 +409,11 @@ def _session_not_present(story: Story) -> None:
     story.connect("sub", present=False)
 
 
+def _new_session_not_present(story: Story) -> None:
+    story.connect("other", present=False)
+    story.connect("other", present=False)
+
+
 def _session_out_of_nowhere(story: Story) -> None:
     story.connect("sub", present=False, clean=True)
     story.connect("sub", present=True)
@@ -493,6 +505,7 @@ def _broker_down(story: Story) -> None:
         ("haunting", _subscription_haunts),
         ("haunting", _subscription_still_stored),
         ("session", _session_not_present),
+        ("session", _new_session_not_present),
         ("session", _session_out_of_nowhere),
         ("session", _record_gone),
         ("inbound", _inbound_id_forgotten),
