@@ -404,9 +404,9 @@ class DurableSession(Session):
                 if not out.room:
                     self.cursor = entry.offset - 1
                     return False
+                if not out.claiming:
+                    self._join(lazy=False)  # at once, even if an acknowledgement joined lazily
                 out.claim(entry, qos)
-                if not self._joined:
-                    self._join(lazy=False)
         self.cursor = through
         if through == self.committer.last and not self.hub.router.guarded:
             self._reached()

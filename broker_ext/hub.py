@@ -36,8 +36,9 @@ log = logging.getLogger("amqtt_durable")
 
 TICK_S: Final = 0.5
 """How often silent clients are looked for: a keep alive is exceeded by at most this."""
-PRUNE_BLOCKS_MAX: Final = 64
-"""Blocks deleted in one commit: a commit beside pruning waits for at most this much."""
+PRUNE_BLOCKS_MAX: Final = 16
+"""Blocks deleted in one commit: a commit beside pruning waits for at most this much. When a lot is
+to go, as much time as the last one took is left to others before the next one."""
 EXPIRE_MAX: Final = 100
 DRAIN_S: Final = 3.0
 """How long a stop waits for the store, twice."""
@@ -181,12 +182,15 @@ class Hub:
             bytes_max=settings.max_bytes or 0,
         )
         while True:
+            begun_s = self.clock.monotonic()
             outcome = await self.committer.apply(prune)
+            took_s = self.clock.monotonic() - begun_s
             assert isinstance(outcome, Pruned)
             self.figures.pruned_blocks += outcome.blocks
             self._pruned_through = outcome.floor
             if not outcome.more:
                 return
+            await asyncio.sleep(took_s)
 
     async def _expire(self) -> None:
         if self.committer.failing_since is not None:

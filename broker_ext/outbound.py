@@ -173,6 +173,11 @@ class Outbound:
         return due
 
     @property
+    def claiming(self) -> bool:
+        """Whether there are claims that are not written yet."""
+        return bool(self._claiming)
+
+    @property
     def room(self) -> bool:
         """Whether another delivery may be claimed."""
         return len(self.flights) < self.limit and self.unsent_bytes < AHEAD_BYTES_MAX
