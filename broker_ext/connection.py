@@ -199,11 +199,13 @@ class Connection(asyncio.Protocol):
         self.heard = True
         if self.closed or self.ended is not None:
             return
-        if self.session is not None and not self.confirmed:
-            self.confirmed = True
-            self.session.introduce()
         packets = self.decoder.feed(data)
         if packets:
+            if not self.confirmed and self.session is not None:
+                # a DISCONNECT may come from one who gave up waiting for the CONNACK
+                self.confirmed = type(packets[0]) is not Disconnect
+                if self.confirmed:
+                    self.session.introduce()
             self._handle(packets)
         if self.decoder.error is not None and self.ended is None:
             if self._connecting is not None or self._lane or self._lane_task is not None:

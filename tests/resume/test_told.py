@@ -50,6 +50,18 @@ async def test_a_reset_is_told_again_when_the_broker_dies_before_it_is_heard(
         assert not (await broker.connect(b"c")).connack.session_present  # there is nothing in it
 
 
+@pytest.mark.case("HK-17")
+async def test_a_reset_is_told_again_to_who_gave_up_waiting_for_it(backend: Backend) -> None:
+    async with running(backend, max_messages=1) as broker:
+        await broker.sleeper(b"c", b"a")
+        publisher = await broker.connect(b"p", clean=True)
+        await publisher.deliver(b"a", b"1", b"2")
+        await broker.hub._prune()
+        await unheard_connect(broker, b"c")
+        await broker.clients[-1].disconnect()
+        assert not (await broker.connect(b"c")).connack.session_present
+
+
 async def test_an_expiry_is_told_again_when_the_broker_dies_before_it_is_heard(
     backend: Backend,
 ) -> None:
