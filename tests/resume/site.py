@@ -92,7 +92,8 @@ class Site:
         """Start a process and wait until it listens. options: replace those of before."""
         self.options |= options
         amqtt = {k: v for k, v in self.options.items() if k == "session_expiry_interval"}
-        durable = {k: v for k, v in self.options.items() if k not in amqtt}
+        witness = {k: v for k, v in self.options.items() if k == "prune_often"}
+        durable = {k: v for k, v in self.options.items() if k not in amqtt | witness}
         config = self.folder / "broker.yaml"
         config.write_text(
             yaml.safe_dump(
@@ -107,7 +108,7 @@ class Site:
                             "store": self.kind,
                             **durable,
                         },
-                        "witness.Witness": {},
+                        "witness.Witness": witness,
                     },
                     **amqtt,
                 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ EVERY_S = 0.02
 
 class Witness(BasePlugin[BrokerContext]):
     """Writes ``figures.json`` while the broker runs, and a line in ``resets.jsonl`` per reset."""
+
+    @dataclass
+    class Config:
+        """prune_often: beside the timer, every time it looks."""
+
+        prune_often: bool = False
 
     def __init__(self, context: BrokerContext) -> None:
         super().__init__(context)
@@ -50,6 +56,8 @@ class Witness(BasePlugin[BrokerContext]):
         while True:
             plugin: Any = broker.plugins_manager.get_plugin("DurableSessionPlugin")
             with contextlib.suppress(Exception):  # it may be closing
+                if self.config.prune_often:
+                    await plugin.hub._prune()
                 log = await plugin.hub.store.log()
                 figures = asdict(plugin.hub.figures) | {"head": log.head, "floor": log.floor}
                 if (now := json.dumps(figures)) != told:
