@@ -1,14 +1,16 @@
-"""Was anybody skipped? The judge of a campaign, over what its clients saw, in the order they saw it.
+"""Was anybody skipped? The judge of a campaign, over what its clients saw, in their order.
 
-A session's *era* begins with a SUBACK and ends when its client is told Session Present = 0. A message
-is *owed* to it when it matches, was published after the SUBACK and was accepted (PUBACK, PUBREC).
+A session's *era* begins with a SUBACK and ends when its client is told Session Present = 0. A
+message is *owed* to it when it matches, was published after the SUBACK and was accepted (PUBACK,
+PUBREC).
 
 Rule 1. In an era that did not end, every owed message was received.
 Rule 2. In any era, when a message is received, every earlier one of its topic that is owed was
         received before: whoever is told later was not skipped in silence before.
 Rule 3. Nothing is received that does not match, or that was never published.
 Rule 4. What a restore took away is not owed by who is told of it by the broker's log alone
-        (``on_generation_change: resume``): published after the copy was made, before it was put back.
+        (``on_generation_change: resume``): published after the copy was made, before it was put
+        back.
 """
 
 from __future__ import annotations
