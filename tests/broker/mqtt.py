@@ -180,7 +180,7 @@ class Broker:
     async def _all_gone(self) -> None:
         for connection in list(self.hub.connections):
             connection.transport.abort()
-        for guard in self.guards.values():
+        for guard in list(self.guards.values()):
             await asyncio.wait_for(guard.gone.wait(), PATIENCE_S)
         self.guards.clear()
 
