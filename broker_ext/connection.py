@@ -17,7 +17,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
-from broker_ext.session import End, Grant
+from broker_ext.session import DISCONNECTED, End, Grant
 from broker_ext.wire import (
     PACKET_ID,
     PINGRESP,
@@ -67,7 +67,6 @@ LINGER_S: Final = 5.0
 """How long a closed connection may take to send what was written before it is cut."""
 HEADS_MAX: Final = 4096
 
-DISCONNECTED = End("disconnect", publish_will=False)
 LOST = End("connection lost")
 MALFORMED = End("malformed packet")
 SILENT = End("keep alive")

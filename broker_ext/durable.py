@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from broker_ext.outbound import SETTLED, Collected, Flight, Outbound
 from broker_ext.replay import READ_ENTRIES_MAX, Replay, Wanted
-from broker_ext.session import REFUSED, End, Grant, Session
+from broker_ext.session import DISCONNECTED, REFUSED, End, Grant, Session
 from broker_ext.wire import PACKET_ID, PUBREL_HEAD
 from storage.api import (
     HELD,
@@ -598,7 +598,8 @@ class DurableSession(Session):
             self.cursor = cursor if self.live else min(cursor, self.cursor)
             self.live = False
         self._checkpoint |= self._at() != self.saved_cursor
-        self.introduce()
+        if self.peer.confirmed or end is DISCONNECTED:
+            self.introduce()
         self._save()
         super().end(end)
         self.committer.submit(

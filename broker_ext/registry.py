@@ -314,9 +314,7 @@ class Registry:
             log.warning("session %r: %s; it resumes unchecked", packet.client_id, finding.error)
         elif present:
             self.hub.figures.resumed += 1
-        if present and is_blank(snapshot):
-            self.must_tell(packet.client_id)
-            present = False
+        present = present and not is_blank(snapshot)
         session = DurableSession(
             self.hub,
             connection,

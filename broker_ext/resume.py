@@ -52,10 +52,10 @@ def position_of(snapshot: Snapshot) -> int:
 def is_blank(snapshot: Snapshot) -> bool:
     """Whether nothing was ever written to a record since it was made.
 
-    Then the broker died before its client is known to have had the CONNACK that belongs to it, and
-    that one may have said that an older session is gone: it is said again (Session Present 0). What
-    is lost is nothing. As soon as a client is known to have it, and at the end of its connection,
-    ``next_packet_id`` is set, so that the existence of a session is kept [MQTT-3.1.2-4].
+    Then its client is not known to have had the CONNACK that belongs to it, and that one may have
+    said that an older session is gone: it is said again (Session Present 0). What is lost is
+    nothing. As soon as the client has sent something, DISCONNECT included, ``next_packet_id`` is
+    set, so that the existence of a session is kept [MQTT-3.1.2-4].
     """
     is_new = snapshot.consumer.next_packet_id == 0
     return is_new and not (snapshot.subscriptions or snapshot.claims or snapshot.inbound)

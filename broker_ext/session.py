@@ -39,6 +39,10 @@ class End(NamedTuple):
     publish_will: bool = True
 
 
+DISCONNECTED: Final = End("disconnect", publish_will=False)
+"""The client sent DISCONNECT."""
+
+
 class Grant(NamedTuple):
     """A subscription as it is asked for: filter, QoS; allowed False = 0x80 is already decided."""
 

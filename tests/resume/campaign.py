@@ -140,7 +140,8 @@ class InThisProcess:
 
     @property
     def port(self) -> int:
-        return self.broker.port
+        port: int = self.broker.port
+        return port
 
     async def start(self, **options: Any) -> None:
         names = {"max_age": "max_age_s", "retain_for": "retain_for_s"}
@@ -258,6 +259,7 @@ class Device:
             if wild and self.rng.random() < 0.1:  # it never hears the answer
                 link.send(Connect(4, self.name.encode(), False, 0, None, None, None))
                 await asyncio.sleep(self.rng.random() * 0.01)
+                link.abort()
                 return
             present = await link.connected(self.name.encode(), clean=False)
             self.campaign.note(Answered(self.name, present))
@@ -379,7 +381,8 @@ class Campaign:
         rng = self._rng
         devices = [Device(self, name, random.Random(rng.random())) for name in FILTERS]  # noqa: S311
         publisher = Publisher(self, random.Random(rng.random()))  # noqa: S311
-        tasks = [asyncio.ensure_future(who.run()) for who in (*devices, publisher)]
+        tasks = [asyncio.ensure_future(device.run()) for device in devices]
+        tasks.append(asyncio.ensure_future(publisher.run()))
         try:
             for _ in range(rounds):
                 await self._round()

@@ -92,6 +92,22 @@ async def test_a_refusal_in_the_replay_is_told_again_when_the_broker_dies(
         assert not (await broker.connect(b"c")).connack.session_present
 
 
+@pytest.mark.case("HK-17")
+async def test_a_reset_is_told_again_when_the_broker_was_started_anew_in_between(
+    backend: Backend,
+) -> None:
+    async with running(backend, max_messages=1) as broker:
+        await broker.sleeper(b"c", b"a")
+        publisher = await broker.connect(b"p", clean=True)
+        await publisher.deliver(b"a", b"1", b"2")
+        await broker.hub._prune()
+        for _ in range(3):
+            await unheard_connect(broker, b"c")
+            await broker.clients[-1].cut()
+            await broker.restart()
+        assert not (await broker.connect(b"c")).connack.session_present
+
+
 @pytest.mark.parametrize("how", ["disconnect", "cut"])
 async def test_an_empty_session_that_its_client_knows_is_there(backend: Backend, how: str) -> None:
     """[MQTT-3.1.2-4]: the existence of a session is part of its state."""

@@ -23,6 +23,8 @@ from broker_ext.wire import (
     Connack,
     Connect,
     Decoder,
+    Pingreq,
+    Pingresp,
     Puback,
     Publish,
     Suback,
@@ -134,6 +136,8 @@ async def test_a_websocket_client_that_vanishes_leaves_its_session(tmp_path: Pat
         client = WebSocketClient(websocket)
         await client.send(encode(Connect(4, b"device", clean_start=False)), cut=100)
         assert await client.next() == Connack(False)
+        await client.send(encode(Pingreq(), 4), cut=100)
+        assert await client.next() == Pingresp()
         websocket.transport.abort()
         await broker.left(b"device")
         again = await broker.connect(b"device")
