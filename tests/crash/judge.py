@@ -16,8 +16,8 @@ broken promise and not a matter of taste:
   the QoS 2 message again, but not the QoS 1 message;
 * so a session that subscribed between the two sendings of a QoS 1 message sees only the second,
   which comes after messages with higher numbers that were sent in between;
-* a new session for which nothing was answered out of a commit before the broker died may be told
-  to be absent once more: nothing of it is lost.
+* a new session for which nothing was answered out of a commit yet may be told to be absent once
+  more: the broker cannot know that its client was told, and nothing of it is lost.
 """
 
 from __future__ import annotations
@@ -150,15 +150,13 @@ class _Session:
 
     unanswered: CONNECTs since it did not exist that had no answer; one may have made it.
     doubt: when a clean CONNECT was sent that had no answer; it may have deleted what was there.
-    kept: something of it was certainly stored after its first CONNACK. blank: the broker died
-        before that.
+    kept: something of it was certainly stored after its first CONNACK.
     """
 
     exists: bool | None = False
     unanswered: int = 0
     doubt: int = 0
     kept: bool = False
-    blank: bool = False
     link: int = 0
     filters: dict[str, _Filter] = field(default_factory=dict)
     tickets: dict[int, list[tuple[_Filter, int]]] = field(default_factory=dict)
@@ -256,7 +254,7 @@ class _Judge:
         session = self.sessions[fact.client]
         if fact.clean and fact.present:
             self.verdict.add("session", f"{fact.client}: present after a clean CONNECT")
-        elif session.exists is True and not (fact.clean or fact.present or session.blank):
+        elif session.exists is True and session.kept and not (fact.clean or fact.present):
             self.verdict.add("session", f"{fact.client}: not present at {self.now}, but it was")
         elif session.exists is False and fact.present and session.unanswered == 1:
             self.verdict.add("session", f"{fact.client}: present at {self.now}, but never was")
@@ -265,7 +263,6 @@ class _Judge:
         session.unanswered = 0
         session.exists = not fact.clean
         session.kept = session.kept or fact.present
-        session.blank = False
         session.link = fact.link
         session.due = {
             d.packet_id: d for d in session.open.values() if d.step == "arrived" and not d.retained
@@ -502,8 +499,6 @@ class _Judge:
         self.verdict.counts[f"died at {fact.how}"] += 1
         self.acked.clear()
         self.processed.clear()
-        for session in self.sessions.values():
-            session.blank = not session.kept
 
     def _found(self, fact: facts.Found) -> None:
         for problem in fact.problems:

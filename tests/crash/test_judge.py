@@ -409,11 +409,6 @@ def _session_not_present(story: Story) -> None:
     story.connect("sub", present=False)
 
 
-def _new_session_not_present(story: Story) -> None:
-    story.connect("other", present=False)
-    story.connect("other", present=False)
-
-
 def _session_out_of_nowhere(story: Story) -> None:
     story.connect("sub", present=False, clean=True)
     story.connect("sub", present=True)
@@ -505,7 +500,6 @@ def _broker_down(story: Story) -> None:
         ("haunting", _subscription_haunts),
         ("haunting", _subscription_still_stored),
         ("session", _session_not_present),
-        ("session", _new_session_not_present),
         ("session", _session_out_of_nowhere),
         ("session", _record_gone),
         ("inbound", _inbound_id_forgotten),
