@@ -185,7 +185,7 @@ class HistorySubscription:
 
     generation: of the database the positions belong to.
     verified: awaitable; done when everything between the position and the head it began with was
-        read (result: that head), or raises the refusal.
+        read (result: that head), or raises the refusal. It is read by asking for messages.
     """
 
     def __init__(
@@ -206,14 +206,19 @@ class HistorySubscription:
         self._closed = False
         for name in self._filters:
             hub.router.count(name, 1)
+        self._verify()
 
     def progress(self) -> Position:
         """The position to resume from: everything that matches up to it was handed out.
 
-        It also moves while nothing matches, and never passes a message that is still to come.
+        It also moves while nothing matches, and never passes a message that is still to come, nor
+        the end of what is committed: offsets above it may be given to other messages after a crash.
+        Until the first of ``previous`` messages was asked for it is 0.
         """
+        if self._previous:
+            return Position(self.generation, 0)
         offset = self._buffer[0].offset - 1 if self._buffer else self._through
-        return Position(self.generation, offset)
+        return Position(self.generation, min(offset, self._hub.committer.head))
 
     def __aiter__(self) -> Self:
         return self
@@ -237,12 +242,12 @@ class HistorySubscription:
     async def _fill(self) -> None:
         """Read on, or wait for the next commit."""
         if self._previous:
-            count, self._previous = self._previous, 0
-            self._through = await self._back(count)
+            self._through = await self._back(self._previous)
+            self._previous = 0
         committer = self._hub.committer
         head = committer.head
         if self._through >= head:
-            self._verify(head)
+            self._verify()
             self._waiting = committer.next_commit()
             await self._waiting
             return
@@ -255,12 +260,13 @@ class HistorySubscription:
             granted = self._replay.granted
             self._buffer.extend(e for e in tail if e.offset <= head and granted(e))
             self._through = head
+        self._verify()
 
     async def _back(self, count: int) -> int:
         """The position before the last ``count`` messages that the history still has: look further
         and further back, so that it costs about what is found."""
         state = await self._hub.store.log()
-        end = self._through
+        end = min(self._through, state.head)
         reader = Replay(self._hub.store, self._replay.wanted, skips=True)
         span = max(count, READ_ENTRIES_MAX)
         while True:
@@ -277,9 +283,9 @@ class HistorySubscription:
                 return last[0] - 1 if last else end
             span *= 8
 
-    def _verify(self, head: int) -> None:
-        if not self.verified.done() and self._through >= self._target:
-            self.verified.set_result(Position(self.generation, head))
+    def _verify(self) -> None:
+        if self._through >= self._target and not self._previous and not self.verified.done():
+            self.verified.set_result(Position(self.generation, self._target))
 
     def _refuse(self, error: StoreError) -> None:
         if not self.verified.done():
