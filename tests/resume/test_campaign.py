@@ -59,7 +59,7 @@ def nobody_was_skipped(judgement: Judgement, seed: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 async def test_nobody_is_skipped_by_a_broker_process(kind: Kind, mode: Mode, *, long: bool) -> None:
     seed = chosen_seed()
-    rounds = 300 if is_long(long=long) else 6
+    rounds = 300 if is_long(long=long) else 5
     with scratch() as folder:
         judgement = await Campaign(InProcess(folder, kind, mode), mode, seed).run(rounds)
     nobody_was_skipped(judgement, seed)
@@ -72,7 +72,7 @@ async def test_nobody_is_skipped_by_a_hub_that_dies_often(
     kind: Any, mode: Mode, *, long: bool
 ) -> None:
     seed = chosen_seed()
-    rounds = 2000 if is_long(long=long) else 20
+    rounds = 2000 if is_long(long=long) else 15
     with scratch() as folder:
         judgement = await Campaign(InThisProcess(folder, kind, mode), mode, seed).run(rounds)
     nobody_was_skipped(judgement, seed)
