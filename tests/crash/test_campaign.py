@@ -1,7 +1,8 @@
 """Clients that misbehave within the rules, a broker that is killed at every step: nothing broken.
 
-Short: 7 deaths for each store. ``--long``: 200. AMQTT_DURABLE_CRASH_SEED repeats a run's decisions;
-``python -m tests.crash --seed N --store S --kills K`` does too, and tells of each death.
+Short: 7 deaths for each store, besides those in an opening. ``--long``: 200.
+AMQTT_DURABLE_CRASH_SEED repeats a run's decisions; ``python -m tests.crash --seed N --store S
+--kills K`` does too, and tells of each death.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ async def test_no_promise_is_broken_however_often_the_broker_is_killed(
     verdict = await run(tmp_path, store, seed, kills)
     told = "\n".join([replay, str(dict(verdict.counts)), *verdict.examples])
     assert verdict.total == 0, told
-    assert verdict.counts["deaths"] == kills, told
+    assert verdict.counts["deaths"] >= kills, told
     assert verdict.counts["owed"] > 10 * kills, f"too little happened to judge by: {told}"
 
 

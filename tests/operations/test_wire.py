@@ -190,6 +190,7 @@ def test_after_a_restore_the_strict_choice_resets_every_session(tmp_path: Path, 
         with device(process, "within") as client:
             assert not client.session_present
             assert client.is_quiet()
+            client.subscribe("t")
         assert present(process, "within")  # the fresh session is of this generation
 
 
