@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.exploration.mutations import MUTATIONS, TABLE, Mutation, caught, row
@@ -19,3 +21,7 @@ def test_the_table_lists_them_all() -> None:
     table = TABLE.read_text()
     missing = [m.name for m in MUTATIONS if row(m) not in table]
     assert not missing, "write it with: python -m tests.exploration.mutations"
+
+
+def test_design_has_the_same_table() -> None:
+    assert TABLE.read_text() in (Path(__file__).parents[2] / "DESIGN.md").read_text()
