@@ -199,17 +199,24 @@ class Connection(asyncio.Protocol):
         if self.closed or self.ended is not None:
             return
         packets = self.decoder.feed(data)
+        if not self.confirmed and self.session is not None:
+            self._confirm(self.session, packets)
         if packets:
-            if not self.confirmed and self.session is not None:
-                # a DISCONNECT may come from one who gave up waiting for the CONNACK
-                self.confirmed = type(packets[0]) is not Disconnect
-                if self.confirmed:
-                    self.session.introduce()
             self._handle(packets)
         if self.decoder.error is not None and self.ended is None:
             if self._connecting is not None or self._lane or self._lane_task is not None:
                 return  # told when what came before it is done
             self._malformed(self.decoder.error)
+
+    def _confirm(self, session: Session, packets: list[Packet]) -> None:
+        """Something was sent since the CONNECT was answered: also what is no packet, or not allowed
+        there. Not a DISCONNECT: it may come from one who gave up waiting for the CONNACK."""
+        if packets:
+            self.confirmed = type(packets[0]) is not Disconnect
+        else:
+            self.confirmed = self.decoder.error is not None
+        if self.confirmed:
+            session.introduce()
 
     def _handle(self, packets: list[Packet]) -> None:
         session = self.session

@@ -124,6 +124,18 @@ async def test_an_empty_session_that_its_client_knows_is_there(backend: Backend,
         assert (await broker.connect(b"c")).connack.session_present
 
 
+@pytest.mark.parametrize("sent", [b"\x00\x00", b"\x10\x0c\x00\x04MQTT\x04\x02\x00\x3c\x00\x00"])
+async def test_one_that_breaks_the_rules_when_it_was_answered_knows_its_session(
+    backend: Backend, sent: bytes
+) -> None:
+    """What cannot be a packet, and a second CONNECT [MQTT-3.1.0-2], come after the CONNACK."""
+    async with running(backend) as broker:
+        client = await broker.connect(b"c")
+        client.send_bytes(sent)
+        await client.closed()
+        assert (await broker.connect(b"c")).connack.session_present
+
+
 async def test_a_publisher_that_was_answered_is_known_after_a_crash(backend: Backend) -> None:
     async with running(backend) as broker:
         client = await broker.connect(b"c")
