@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from amqtt.plugins.base import BasePlugin
 
+from broker_ext.control import Control
 from broker_ext.hub import Hub
 from broker_ext.seam import Seam
 from broker_ext.settings import Settings
@@ -134,6 +135,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
     def __init__(self, context: BrokerContext) -> None:
         super().__init__(context)
         self.hub: Hub | None = None
+        self._control: Control | None = None
         self._data = Path(self.config.data).expanduser()
         self._seam = Seam(context)
 
@@ -171,6 +173,8 @@ class DurableSessionPlugin(BasePlugin[Any]):
             self._seam.refuse_to_start(error)
             return
         self.hub = hub
+        self._control = Control(hub, self._data)
+        self._control.start()
         self._seam.watch_listeners(self.on_broker_pre_shutdown)
 
     async def on_broker_post_start(self) -> None:
@@ -181,6 +185,9 @@ class DurableSessionPlugin(BasePlugin[Any]):
     async def on_broker_pre_shutdown(self) -> None:
         """End every session, write everything, close the store."""
         hub, self.hub = self.hub, None
+        control, self._control = self._control, None
+        if control is not None:
+            await control.stop()
         if hub is not None:
             await hub.stop()
 

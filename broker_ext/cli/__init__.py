@@ -1,6 +1,7 @@
 """The command line `amqtt-durable`: `serve` runs a durable broker, `demo` shows what it is for.
 
-`backup`, `restore`, `migrate` and `check` are what an operator does to a data directory.
+`backup`, `restore`, `migrate` and `check` are what an operator does to a data directory;
+`sessions` and `kick` ask the broker that serves it.
 
 Each command is declared here and imports what it needs when it runs: `serve` must listen soon,
 so it never pays for paho or rich, and `--help` pays for neither. A further command is one more
@@ -153,6 +154,7 @@ def demo(
     raise typer.Exit(the_demo.run(options))
 
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 DataOption = Annotated[
     Path | None,
     typer.Option("--data", help="Data directory.  [default: ./amqtt-durable-data]"),
@@ -221,7 +223,7 @@ def check(
         bool,
         typer.Option("--repair", help="Set aside what is damaged, and say who will be reset."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Walk every invariant of a store that no broker serves, and print its figures.
 
@@ -231,6 +233,44 @@ def check(
         from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
 
         if not operations.check(_data(data), is_repaired=repair, as_json=as_json):
+            raise typer.Exit(1)
+
+
+UnmaskOption = Annotated[
+    bool, typer.Option("--unmask", help="Print client ids, users and destinations in full.")
+]
+
+
+@app.command()
+def sessions(
+    data: DataOption = None,
+    unmask: UnmaskOption = False,
+    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 1000,
+    as_json: JsonOption = False,
+) -> None:
+    """List the sessions of a running broker.
+
+    lag: entries of the history behind its cursor; since: when it was left, or made.
+    """
+    with _told():
+        from broker_ext.cli import watching  # noqa: PLC0415 - not for `--help`
+
+        watching.sessions(_data(data), is_unmasked=unmask, as_json=as_json, limit=limit)
+
+
+@app.command()
+def kick(
+    client_id: Annotated[str, typer.Argument(metavar="CLIENT_ID")],
+    data: DataOption = None,
+) -> None:
+    """Close a client's connection. Its session is kept, and it may come back at once.
+
+    Exits with 1 if it is not connected.
+    """
+    with _told():
+        from broker_ext.cli import watching  # noqa: PLC0415 - not for `--help`
+
+        if not watching.kick(_data(data), client_id):
             raise typer.Exit(1)
 
 

@@ -1,12 +1,15 @@
 """Errors of the command line.
 
 CannotServe     the broker cannot be started as asked
-CannotOperate   a backup, restore, migration or check cannot be carried out
+CannotOperate   an operation cannot be carried out
++-- NoBroker    no broker is running on the data directory
++-- NoAnswer    one is running, and does not answer
++-- Refused     it answered no
 """
 
 from __future__ import annotations
 
-__all__ = ["CannotOperate", "CannotServe", "root_cause"]
+__all__ = ["CannotOperate", "CannotServe", "NoAnswer", "NoBroker", "Refused", "root_cause"]
 
 
 class CannotServe(Exception):
@@ -15,6 +18,22 @@ class CannotServe(Exception):
 
 class CannotOperate(Exception):
     """An operation cannot be carried out; the text is one line for a person: what, what to do."""
+
+
+class NoBroker(CannotOperate):
+    """No broker is running on the data directory."""
+
+
+class NoAnswer(CannotOperate):
+    """A broker is running, and does not answer."""
+
+
+class Refused(CannotOperate):
+    """The broker answered no. code: in the style of HTTP."""
+
+    def __init__(self, code: int, message: str) -> None:
+        super().__init__(message)
+        self.code = code
 
 
 def root_cause(exc: BaseException) -> str:
