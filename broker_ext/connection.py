@@ -15,12 +15,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
+from broker_ext.reasons import Reason, return_code
 from broker_ext.session import DISCONNECTED, End, Grant
+from broker_ext.terms import Terms, told
 from broker_ext.wire import (
     PACKET_ID,
     PINGRESP,
+    Auth,
+    Connack,
     Connect,
     Decoder,
     Disconnect,
@@ -38,26 +43,21 @@ from broker_ext.wire import (
     UnsupportedVersion,
     connack,
     encode,
+    properties_field,
     publish_head,
     valid_filter,
 )
+from broker_ext.wire.properties import MESSAGE_EXPIRY_S, SESSION_EXPIRY_S, SUBSCRIPTION_ID
 
 if TYPE_CHECKING:
     from broker_ext.hub import Hub
     from broker_ext.session import Session
-    from broker_ext.wire import Packet
+    from broker_ext.wire import Packet, Properties
     from storage.api import Entry
 
-__all__ = ["ACCEPTED", "Connection", "Guard", "Transport"]
+__all__ = ["Connection", "Guard", "Transport"]
 
 log = logging.getLogger("amqtt_durable.connection")
-
-ACCEPTED: Final = 0
-BAD_VERSION: Final = 1
-ID_REJECTED: Final = 2
-UNAVAILABLE: Final = 3
-NOT_AUTHORIZED: Final = 5
-"""CONNACK return codes, table 3.1."""
 
 WRITE_HIGH_BYTES: Final = 256 << 10
 """A socket with more than this unsent is congested: its session keeps what it has."""
@@ -68,10 +68,12 @@ LINGER_S: Final = 5.0
 HEADS_MAX: Final = 4096
 
 LOST = End("connection lost")
-MALFORMED = End("malformed packet")
-SILENT = End("keep alive")
-SHUTDOWN = End("shutdown", publish_will=False)
+FAILED = End("connection lost", reason=Reason.UNSPECIFIED)
+SILENT = End("keep alive", reason=Reason.KEEP_ALIVE)
 
+WITH_WILL = End("disconnect with will")
+
+_EXPIRY: Final = bytes((MESSAGE_EXPIRY_S,))
 _BYPASS: Final = frozenset({Puback, Pubrec, Pubrel, Pubcomp, Pingreq})
 _heads: dict[tuple[int, bytes, int], bytes] = {}
 
@@ -166,6 +168,10 @@ class Connection(asyncio.Protocol):
         )
         self.session: Session | None = None
         self.version = 4
+        self.terms = Terms()
+        self.receive_maximum = self.terms.receive_maximum
+        self.packet_bytes_max = self.terms.packet_bytes_max
+        self.assigned = b""
         self.congested = False
         self.closed = False
         self.ended: End | None = None
@@ -243,13 +249,29 @@ class Connection(asyncio.Protocol):
             self._pause_for_room()  # only who feeds it: others are heard while a disk hangs (P11)
 
     def _publish(self, session: Session, packet: Publish) -> None:
-        flags, topic, packet_id, payload, _ = packet
+        flags, topic, packet_id, payload, properties = packet
         if topic[:1] == b"$":
             # not for applications [MQTT-4.7.2-1], but no error either: as what is not permitted
             self._acknowledge_refused(session, packet)
             return
         self.hub.figures.published += 1
-        session.receive(topic, payload, (flags >> 1) & 3, packet_id, retain=bool(flags & 1))
+        if properties is None:
+            session.receive(topic, payload, (flags >> 1) & 3, packet_id, retain=bool(flags & 1))
+            return
+        session.receive(
+            topic,
+            payload,
+            (flags >> 1) & 3,
+            packet_id,
+            retain=bool(flags & 1),
+            expires_ms=self._deadline_ms(properties),
+            properties=properties.forwarded(),
+        )
+
+    def _deadline_ms(self, properties: Properties) -> int:
+        """When a message expires, 0 = never [MQTT5-3.3.2-5]."""
+        interval_s: int | None = properties.get(MESSAGE_EXPIRY_S)
+        return 0 if interval_s is None else self.hub.clock.now_ms() + interval_s * 1000
 
     def _answer(self, session: Session, packet: Packet) -> None:
         match packet:
@@ -296,13 +318,16 @@ class Connection(asyncio.Protocol):
     async def _connect(self, packet: Connect) -> None:
         """The CONNECT, then what was sent right behind it."""
         self.version = packet.version
+        self.terms = Terms.of(packet)
+        self.receive_maximum = self.terms.receive_maximum
+        self.packet_bytes_max = self.terms.packet_bytes_max
         self.guard.packet_received(packet)
         try:
             await self.hub.registry.connect(self, packet)
         except Exception:
             # our own bug, in one client's CONNECT: the broker goes on; the client may try again
             log.exception("CONNECT of %r failed", packet.client_id)
-            self.refuse(UNAVAILABLE)
+            self.refuse(Reason.UNAVAILABLE)
         finally:
             self._connecting = None
         if self.session is None or self.closed:
@@ -328,7 +353,7 @@ class Connection(asyncio.Protocol):
                 await self._slowly(packet)
         except Exception:
             log.exception("client %r: a packet could not be handled", self.peername)
-            self._end(LOST)
+            self._end(FAILED)
         finally:
             self._lane_task = None
             self._lane_bytes = 0
@@ -355,9 +380,21 @@ class Connection(asyncio.Protocol):
             case Unsubscribe():
                 await self._unsubscribe(session, packet)
             case Disconnect():
-                self._end(DISCONNECTED)
+                self._disconnect(session, packet)
+            case Auth():
+                self._end(End("authentication", reason=Reason.PROTOCOL_ERROR))
             case _:
                 self._answer(session, packet)
+
+    def _disconnect(self, session: Session, packet: Disconnect) -> None:
+        expiry_s = packet.properties.get(SESSION_EXPIRY_S) if packet.properties else None
+        if expiry_s is not None:
+            if expiry_s and not self.terms.expiry_s:  # [MQTT5-3.14.2.2.2]
+                self._end(End("session expiry", reason=Reason.PROTOCOL_ERROR))
+                return
+            self.terms = replace(self.terms, expiry_s=expiry_s)
+            session.expiry_s = self.terms.granted_expiry_s(self.hub.settings)
+        self._end(WITH_WILL if packet.reason else DISCONNECTED)
 
     async def _publish_guarded(self, session: Session, packet: Publish) -> None:
         self.guard.message_received(packet, permitted=None)
@@ -385,15 +422,18 @@ class Connection(asyncio.Protocol):
             self.acknowledge(encode(Pubrec(packet.packet_id)), stored=False)
 
     async def _subscribe(self, session: Session, packet: Subscribe) -> None:
+        identifier = packet.properties.get(SUBSCRIPTION_ID, 0) if packet.properties else 0
         grants: list[Grant] = []
-        for wanted in packet.filters:
-            allowed = (
-                valid_filter(wanted.filter)
-                and not wanted.filter.startswith(b"$share/")
-                and await self.guard.may_subscribe(wanted.filter)
-            )
-            qos = min(wanted.options & 3, self.hub.settings.max_qos)
-            grants.append(Grant(wanted.filter, qos, allowed=allowed))
+        for topic_filter, options in packet.filters:
+            code = 0
+            if not valid_filter(topic_filter):
+                code = Reason.FILTER_INVALID
+            elif topic_filter.startswith(b"$share/"):
+                code = Reason.SHARED_UNSUPPORTED
+            elif not await self.guard.may_subscribe(topic_filter):
+                code = Reason.NOT_AUTHORIZED
+            qos = min(options & 3, self.hub.settings.max_qos)
+            grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code))
         codes = await session.subscribe(grants)
         if session.sealed or self.closed:
             return
@@ -404,15 +444,17 @@ class Connection(asyncio.Protocol):
                 session.give_retained(grant.filter, code)
 
     async def _unsubscribe(self, session: Session, packet: Unsubscribe) -> None:
-        if not await session.unsubscribe(list(packet.filters)):
+        codes = await session.unsubscribe(list(packet.filters))
+        if self.version < 5 and max(codes) >= Reason.UNSPECIFIED:
             # 3.1.1 has no "failed" in UNSUBACK: close, so that the client tries again
             self._end(LOST)
             return
         if session.sealed or self.closed:
             return
-        for topic_filter in packet.filters:
-            self.guard.unsubscribed(topic_filter)
-        self.write(encode(Unsuback(packet.packet_id), self.version))
+        for topic_filter, code in zip(packet.filters, codes, strict=True):
+            if code < Reason.UNSPECIFIED:
+                self.guard.unsubscribed(topic_filter)
+        self.write(encode(Unsuback(packet.packet_id, bytes(codes)), self.version))
 
     # ------------------------------------------------------------------------- writing
 
@@ -423,9 +465,20 @@ class Connection(asyncio.Protocol):
             self._flush_scheduled = True
             self._loop.call_soon(self.flush)
 
-    def publish(self, entry: Entry, qos: int, packet_id: int, *, dup: bool, retain: bool) -> None:
+    def publish(
+        self,
+        entry: Entry,
+        qos: int,
+        packet_id: int,
+        *,
+        dup: bool,
+        retain: bool,
+        identifiers: bytes = b"",
+    ) -> None:
         """Send a PUBLISH."""
         payload = entry.payload
+        if self.version == 5:
+            payload = self._properties(entry, identifiers) + payload
         first = 0x30 | (qos << 1) | (8 if dup else 0) | retain
         size = len(payload) + 2 if qos else len(payload)
         key = (first, entry.topic, size)
@@ -445,6 +498,14 @@ class Connection(asyncio.Protocol):
         self._parts_bytes += size
         if self._parts_bytes > WRITE_HIGH_BYTES:
             self.flush()  # so that the transport can say that it is full
+
+    def _properties(self, entry: Entry, identifiers: bytes) -> bytes:
+        """The properties of a PUBLISH, with their length."""
+        properties = identifiers + entry.properties
+        if entry.expires_ms:
+            left_s = max((entry.expires_ms - self.hub.clock.now_ms() + 999) // 1000, 0)
+            properties = _EXPIRY + left_s.to_bytes(4, "big") + properties  # [MQTT5-3.3.2-6]
+        return properties_field(properties)
 
     def acknowledge(self, data: bytes, *, stored: bool) -> None:
         """Send after everything acknowledged before; if ``stored``, after the open batch."""
@@ -549,12 +610,24 @@ class Connection(asyncio.Protocol):
 
     # ------------------------------------------------------------------------- the end
 
-    def refuse(self, code: int) -> None:
-        """Answer a CONNECT with a return code other than 0, and close [MQTT-3.2.2-5]."""
+    def accept(self, *, session_present: bool) -> None:
+        """Answer a CONNECT."""
+        if self.version < 5:
+            self.write(connack(session_present=session_present))
+        else:
+            properties = told(self.hub.settings, self.terms, assigned=self.assigned)
+            self.write(encode(Connack(session_present, 0, properties), 5))
+
+    def refuse(self, reason: Reason) -> None:
+        """Answer a CONNECT with a reason why not, and close [MQTT-3.2.2-5]."""
         if not self.closed and self.ended is None:
             self.hub.figures.connects_refused += 1
-            self.write(connack(session_present=False, reason=code, version=self.version))
+            self._refuse(reason)
             self._end(LOST)
+
+    def _refuse(self, reason: int) -> None:
+        code = reason if self.version == 5 else return_code(reason)
+        self.write(connack(session_present=False, reason=code, version=self.version))
 
     def finish(self, end: End) -> None:
         """Close the connection; its session ends with this reason."""
@@ -564,8 +637,9 @@ class Connection(asyncio.Protocol):
         self.hub.figures.malformed += 1
         log.warning("client %s: %s; closing the connection", self.peername, error)
         if isinstance(error, UnsupportedVersion):
-            self.write(connack(session_present=False, reason=BAD_VERSION))
-        self._end(MALFORMED)
+            self.version = 5 if error.level >= 5 else 4  # the form that the client understands
+            self._refuse(error.reason_code)
+        self._end(End("malformed packet", reason=error.reason_code))
 
     def _end(self, end: End) -> None:
         """End the session, send what was written, close the socket."""
@@ -577,12 +651,14 @@ class Connection(asyncio.Protocol):
         if session is not None:
             self.hub.registry.leave(session, end)
             self.guard.disconnected(session, end)
+            if end.reason and self.version == 5:
+                self.write(encode(Disconnect(end.reason), 5))
         self.flush()
         if self.closed:
             return
         self.heard = False
         self.deadline_s = self.hub.clock.monotonic() + LINGER_S
-        if self.congested or end is SILENT:
+        if self.congested or (end is SILENT and self.version < 5):
             self.transport.abort()
         else:
             self.transport.close()

@@ -17,8 +17,9 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from broker_ext.outbound import SETTLED, Collected, Flight, Outbound
+from broker_ext.reasons import Reason
 from broker_ext.replay import READ_ENTRIES_MAX, Replay, Wanted
-from broker_ext.session import DISCONNECTED, REFUSED, End, Grant, Session
+from broker_ext.session import DISCONNECTED, NO_SUBSCRIPTION, REFUSED, End, Grant, Session
 from broker_ext.wire import PACKET_ID, PUBREL_HEAD
 from storage.api import (
     HELD,
@@ -60,8 +61,8 @@ further behind, the store's planner finds what it missed at less cost."""
 FETCH_MAX: Final = 128
 """Deliveries of earlier connections whose messages are read at a time."""
 
-FENCED = End("fenced", publish_will=False)
-STORE = End("store unavailable")
+FENCED = End("fenced", publish_will=False, reason=Reason.TAKEN_OVER)
+STORE = End("store unavailable", reason=Reason.UNSPECIFIED)
 REFUSED_RESUME = End("resume refused")
 
 
@@ -84,12 +85,14 @@ class DurableSession(Session):
         incarnation: bytes,
         window: int,
         unbound: bool = False,
+        expiry_s: int | None = None,
     ) -> None:
         super().__init__(
             hub, peer, client_id=client_id, user=user, incarnation=incarnation, window=window
         )
         self.committer = hub.committer
         self.consumer_id = snapshot.consumer.id
+        self.expiry_s = expiry_s
         self.out = Outbound(window, max(window, AHEAD_MIN))
         self.cursor = snapshot.consumer.cursor
         self.saved_cursor = self.cursor
@@ -522,8 +525,9 @@ class DurableSession(Session):
         for grant in grants:
             if grant.allowed:
                 wanted[grant.filter] = Subscription(grant.filter, grant.qos, head)
+        refused = [REFUSED if g.allowed else g.code for g in grants]
         if self.sealed or not wanted:
-            return [REFUSED] * len(grants)
+            return refused
         gained = [f for f, s in wanted.items() if s.qos and f not in self._counted]
         for topic_filter in gained:
             self._counted.add(topic_filter)
@@ -539,13 +543,13 @@ class DurableSession(Session):
                 self._refused(error)
             else:
                 log.warning("session %r: SUBSCRIBE not saved: %s", self.client_id, error)
-            return [REFUSED] * len(grants)
+            return refused
         else:
             self._uncount([f for f, s in wanted.items() if not s.qos])
             self._granted_now(wanted)
         finally:
             self._unhold()
-        return [g.qos if g.allowed else REFUSED for g in grants]
+        return [g.qos if g.allowed else g.code for g in grants]
 
     def _granted_now(self, wanted: dict[bytes, Subscription]) -> None:
         for topic_filter, subscription in wanted.items():
@@ -562,13 +566,14 @@ class DurableSession(Session):
                 self._counted.discard(topic_filter)
                 self.hub.router.count(topic_filter, -1)
 
-    async def unsubscribe(self, filters: list[bytes]) -> bool:
+    async def unsubscribe(self, filters: list[bytes]) -> list[int]:
         async with self._changing:
             return await self._unsubscribe(filters)
 
-    async def _unsubscribe(self, filters: list[bytes]) -> bool:
+    async def _unsubscribe(self, filters: list[bytes]) -> list[int]:
         if self.sealed:
-            return False
+            return [REFUSED] * len(filters)
+        codes = [0 if f in self.subscriptions else NO_SUBSCRIPTION for f in filters]
         self._hold()
         try:
             await self.committer.apply(
@@ -579,7 +584,7 @@ class DurableSession(Session):
                 self._refused(error)
             else:
                 log.warning("session %r: UNSUBSCRIBE not saved: %s", self.client_id, error)
-            return False
+            return [REFUSED] * len(filters)
         else:
             for topic_filter in filters:
                 self.hub.router.detach(self, topic_filter)
@@ -588,7 +593,7 @@ class DurableSession(Session):
             self._uncount(filters)
         finally:
             self._unhold()
-        return True
+        return codes
 
     # ----------------------------------------------------------------------------- end
 
@@ -603,7 +608,14 @@ class DurableSession(Session):
         self._save()
         super().end(end)
         self.committer.submit(
-            Detach(self.consumer_id, self.incarnation, self.hub.clock.now_ms()), self._written
+            Detach(
+                self.consumer_id,
+                self.incarnation,
+                self.hub.clock.now_ms(),
+                expiry_s=self.expiry_s,
+                keep_expiry=False,
+            ),
+            self._written,
         )
 
     def discard(self) -> None:

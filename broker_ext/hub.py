@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from broker_ext.figures import Figures
 from broker_ext.history import History
+from broker_ext.reasons import Reason
 from broker_ext.registry import Registry
 from broker_ext.resume import Finding, Verdict
 from broker_ext.retained import RetainedStore
@@ -43,8 +44,8 @@ EXPIRE_MAX: Final = 100
 DRAIN_S: Final = 3.0
 """How long a stop waits for the store, twice."""
 
-SHUTDOWN: Final = End("shutdown", publish_will=False)
-REFUSED_RESUME: Final = End("resume refused")
+SHUTDOWN: Final = End("shutdown", publish_will=False, reason=Reason.SHUTTING_DOWN)
+REFUSED_RESUME: Final = End("resume refused", reason=Reason.UNSPECIFIED)
 
 
 class Hub:

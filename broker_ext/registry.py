@@ -22,9 +22,9 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from broker_ext.durable import DurableSession
+from broker_ext.reasons import Reason
 from broker_ext.resume import Finding, Verdict, is_blank, verdict
 from broker_ext.session import End, Session, TransientSession
-from broker_ext.wire import connack
 from storage.api import INCARNATION_BYTES, UNCLAIMED, Acquire, Acquired, Detach, Entry, Will
 from storage.errors import NotOwner, StoreError
 
@@ -40,13 +40,12 @@ __all__ = ["TAKEN_OVER", "Allowance", "GaveUpError", "Registry"]
 
 log = logging.getLogger("amqtt_durable.registry")
 
-TAKEN_OVER: Final = End("taken over")
+TAKEN_OVER: Final = End("taken over", reason=Reason.TAKEN_OVER)
 GAVE_UP: Final = End("gave up", publish_will=False)
 BURST_S: Final = 2.0
 """A client id may use the allowance of this many seconds at once."""
 UNTOLD_MAX: Final = 10_000
 """Beyond that the oldest are forgotten: they are told once, by the next CONNACK alone."""
-ACCEPTED, ID_REJECTED, UNAVAILABLE, NOT_AUTHORIZED = 0, 2, 3, 5
 
 
 class GaveUpError(Exception):
@@ -142,21 +141,22 @@ class Registry:
         hub = self.hub
         client_id = packet.client_id
         if not client_id:
-            if not packet.clean_start:
-                connection.refuse(ID_REJECTED)  # [MQTT-3.1.3-8]
+            if not packet.clean_start and packet.version < 5:
+                connection.refuse(Reason.BAD_CLIENT_ID)  # [MQTT-3.1.3-8]
                 return
             client_id = b"auto-" + os.urandom(12).hex().encode()  # [MQTT-3.1.3-6]
             packet = packet._replace(client_id=client_id)
+            connection.assigned = client_id  # [MQTT5-3.1.3-7]
         elif len(client_id) > hub.settings.max_client_id_bytes:
-            connection.refuse(ID_REJECTED)
+            connection.refuse(Reason.BAD_CLIENT_ID)
             return
         if hub.refusing:
-            connection.refuse(UNAVAILABLE)
+            connection.refuse(Reason.UNAVAILABLE)
             return
         user = await connection.guard.authenticate(packet)
         if user is None:
             log.info("client %s is not authorized", connection.peername)
-            connection.refuse(NOT_AUTHORIZED)
+            connection.refuse(Reason.NOT_AUTHORIZED)
             return
         too_late = asyncio.get_running_loop().call_later(
             hub.settings.takeover_timeout_s, self._too_late, connection, client_id
@@ -171,7 +171,8 @@ class Registry:
             self._too_late(connection, client_id)
         except StoreError as error:
             log.warning("CONNECT of %r: %s", client_id, error)
-            connection.refuse(NOT_AUTHORIZED if isinstance(error, NotOwner) else UNAVAILABLE)
+            refused = isinstance(error, NotOwner)
+            connection.refuse(Reason.NOT_AUTHORIZED if refused else Reason.UNAVAILABLE)
         finally:
             too_late.cancel()
 
@@ -179,7 +180,7 @@ class Registry:
         """The client is told; the CONNECT itself stops after what it is waiting for."""
         if not _left(connection):
             log.warning("CONNECT of %r gave up waiting", client_id)
-            connection.refuse(UNAVAILABLE)
+            connection.refuse(Reason.UNAVAILABLE)
 
     async def _allowed(self, client_id: bytes) -> None:
         """Wait for the allowance of a client id that connects too often (in turn)."""
@@ -193,7 +194,10 @@ class Registry:
         hub = self.hub
         client_id = packet.client_id
         older = self.owners.get(client_id)
-        stored = await hub.store.snapshot(client_id) if packet.clean_start else None
+        expiry_s = self._expiry_s(connection, clean_start=packet.clean_start)
+        stored = None
+        if packet.clean_start or expiry_s == 0:
+            stored = await hub.store.snapshot(client_id)
         owner = stored.consumer.user if stored is not None else user
         if older is not None:
             owner = older.user
@@ -210,13 +214,15 @@ class Registry:
             hub.wills.store(Will(client_id, incarnation, user, _message(packet.will)))
         session: Session | None = None
         try:
-            if packet.clean_start:
+            if expiry_s == 0 and (packet.clean_start or stored is None):
                 present = False
                 session = await self._transient(
                     connection, packet, user, incarnation, stored=stored is not None
                 )
             else:
-                present, session = await self._durable(connection, packet, user, incarnation)
+                present, session = await self._durable(
+                    connection, packet, user, incarnation, expiry_s=expiry_s
+                )
             if packet.will is not None:
                 await hub.wills.stored(incarnation)
         except BaseException:
@@ -230,22 +236,30 @@ class Registry:
             self._undo(session)
             return
         session.has_will = packet.will is not None
-        self._accept(connection, session, present=present)
+        self._accept(connection, session, present=present, clean_start=packet.clean_start)
 
-    def _accept(self, connection: Connection, session: Session, *, present: bool) -> None:
+    def _expiry_s(self, connection: Connection, *, clean_start: bool) -> int | None:
+        """How long the session is kept after its connection, None = for ever. Before MQTT 5 Clean
+        Session says both: begin afresh, and keep nothing."""
+        settings = self.hub.settings
+        if connection.version == 5:
+            return connection.terms.granted_expiry_s(settings)
+        return 0 if clean_start else settings.session_expiry_interval_s
+
+    def _accept(
+        self, connection: Connection, session: Session, *, present: bool, clean_start: bool
+    ) -> None:
         """The session begins, and its client is told."""
         hub = self.hub
         client_id = session.client_id
         hub.wills.cancel_orphans(client_id)
-        if not session.durable:
+        if clean_start:
             self.untold.pop(client_id, None)  # its client has asked for it
         self.owners[client_id] = session
         connection.session = session
         session.may_receive = connection.guard.may_receive
         hub.figures.connects += 1
-        connection.write(
-            connack(session_present=present, reason=ACCEPTED, version=connection.version)
-        )
+        connection.accept(session_present=present)
         connection.guard.connected(session)
         if isinstance(session, DurableSession):
             session.start()
@@ -279,18 +293,26 @@ class Registry:
             client_id=packet.client_id,
             user=user,
             incarnation=incarnation,
-            window=hub.settings.max_inflight,
+            window=min(hub.settings.max_inflight, connection.receive_maximum),
         )
 
     async def _durable(
-        self, connection: Connection, packet: Connect, user: bytes, incarnation: bytes
+        self,
+        connection: Connection,
+        packet: Connect,
+        user: bytes,
+        incarnation: bytes,
+        *,
+        expiry_s: int | None,
     ) -> tuple[bool, Session]:
         """A session that survives: acquired, and checked before CONNACK."""
-        outcome = await self._acquire(connection, packet, user, incarnation, clean=False)
+        outcome = await self._acquire(
+            connection, packet, user, incarnation, clean=packet.clean_start, expiry_s=expiry_s
+        )
         snapshot = outcome.snapshot
         assert snapshot is not None
         present = outcome.existed
-        if outcome.dropped:
+        if outcome.dropped and not packet.clean_start:
             self.must_tell(packet.client_id)  # it had expired
         finding = Finding(Verdict.RESUME)
         if present and not _left(connection):
@@ -302,7 +324,9 @@ class Registry:
             )
             try:
                 if finding.verdict is Verdict.RESET:
-                    snapshot = await self._reset(connection, packet, user, incarnation)
+                    snapshot = await self._reset(
+                        connection, packet, user, incarnation, expiry_s=expiry_s
+                    )
                     present = False
             except BaseException:
                 self._detach(snapshot.consumer.id, incarnation)
@@ -322,8 +346,9 @@ class Registry:
             client_id=packet.client_id,
             user=user,
             incarnation=incarnation,
-            window=self.hub.settings.max_inflight,
+            window=min(self.hub.settings.max_inflight, connection.receive_maximum),
             unbound=finding.verdict is Verdict.REBIND,
+            expiry_s=expiry_s,
         )
         session.fresh = not present
         return present and packet.client_id not in self.untold, session
@@ -341,6 +366,7 @@ class Registry:
         incarnation: bytes,
         *,
         clean: bool,
+        expiry_s: int | None,
     ) -> Acquired:
         outcome = await self.hub.committer.apply(
             Acquire(
@@ -349,7 +375,7 @@ class Registry:
                 user,
                 self.hub.clock.now_ms(),
                 clean=clean,
-                expiry_s=self.hub.settings.session_expiry_interval_s,
+                expiry_s=expiry_s,
                 version=connection.version,
             )
         )
@@ -358,10 +384,18 @@ class Registry:
         return outcome
 
     async def _reset(
-        self, connection: Connection, packet: Connect, user: bytes, incarnation: bytes
+        self,
+        connection: Connection,
+        packet: Connect,
+        user: bytes,
+        incarnation: bytes,
+        *,
+        expiry_s: int | None,
     ) -> Snapshot:
         """Delete the record and its deliveries, and begin afresh."""
-        outcome = await self._acquire(connection, packet, user, incarnation, clean=True)
+        outcome = await self._acquire(
+            connection, packet, user, incarnation, clean=True, expiry_s=expiry_s
+        )
         assert outcome.snapshot is not None
         return outcome.snapshot
 
@@ -395,6 +429,8 @@ class Registry:
             and session.client_id in self.untold
         ):
             session.discard()  # its client may never have heard that its session is gone
+        elif isinstance(session, DurableSession) and session.expiry_s == 0:
+            session.discard()  # it ends with its connection [MQTT5-3.1.2.11.2]
         else:
             session.end(end)
         if session.has_will:

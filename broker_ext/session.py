@@ -25,18 +25,22 @@ __all__ = ["End", "Grant", "Peer", "Session", "TransientSession"]
 log = logging.getLogger("amqtt_durable.session")
 
 REFUSED: Final = 0x80
-"""SUBACK return code: failure."""
+"""SUBACK return code: failure; UNSUBACK has it too in MQTT 5."""
+NO_SUBSCRIPTION: Final = 0x11
+"""UNSUBACK reason code: there was no such subscription."""
 PACKET_IDS: Final = 65_535
 
 
 class End(NamedTuple):
     """Why a session's connection ends.
 
-    name: one word for logs. publish_will: the will is published [MQTT-3.1.2-8].
+    name: one word for logs. publish_will: the will is published [MQTT-3.1.2-8]. reason: what an
+    MQTT 5 client is told in DISCONNECT, 0 = nothing.
     """
 
     name: str
     publish_will: bool = True
+    reason: int = 0
 
 
 DISCONNECTED: Final = End("disconnect", publish_will=False)
@@ -44,11 +48,19 @@ DISCONNECTED: Final = End("disconnect", publish_will=False)
 
 
 class Grant(NamedTuple):
-    """A subscription as it is asked for: filter, QoS; allowed False = 0x80 is already decided."""
+    """A subscription as it is asked for.
+
+    allowed: False = it is already decided that SUBACK says ``code``. options: the Subscription
+    Options of MQTT 5 without the QoS (No Local 0x04, Retain As Published 0x08, Retain Handling
+    0x30). identifier: the Subscription Identifier, 0 = none.
+    """
 
     filter: bytes
     qos: int
     allowed: bool = True
+    options: int = 0
+    identifier: int = 0
+    code: int = 0x80
 
 
 class Peer(Protocol):
@@ -58,13 +70,28 @@ class Peer(Protocol):
     closed: bool
     confirmed: bool
     """The client has sent something since its CONNECT was answered."""
+    version: int
+    """Protocol level: 3, 4 or 5."""
+    receive_maximum: int
+    """How many deliveries (QoS >= 1) the client takes at a time."""
+    packet_bytes_max: int
+    """The largest packet that the client takes, 0 = any."""
 
     def write(self, data: bytes) -> None:
         """Send bytes, together with what else this turn of the loop brings."""
         ...
 
-    def publish(self, entry: Entry, qos: int, packet_id: int, *, dup: bool, retain: bool) -> None:
-        """Send a PUBLISH."""
+    def publish(
+        self,
+        entry: Entry,
+        qos: int,
+        packet_id: int,
+        *,
+        dup: bool,
+        retain: bool,
+        identifiers: bytes = b"",
+    ) -> None:
+        """Send a PUBLISH. identifiers: encoded Subscription Identifiers, for MQTT 5."""
         ...
 
     def acknowledge(self, data: bytes, *, stored: bool) -> None:
@@ -81,6 +108,7 @@ class Session:
     """One client's session on one connection.
 
     client_id, user: UTF-8; user b"" = anonymous. window: deliveries under way at most.
+    expiry_s: how long it is kept when its client is gone, None = for ever, 0 = not at all.
     sealed: it ended; nothing is delivered to it and nothing is saved for it any more.
     """
 
@@ -105,6 +133,7 @@ class Session:
         self.subscriptions: dict[bytes, int] = {}
         self.inbound: set[int] = set()
         self.sealed = False
+        self.expiry_s: int | None = 0
         self.has_will = False
         self.may_receive: Callable[[bytes], Awaitable[bool]] | None = None
         self._walks: deque[tuple[Iterator[Entry], int]] = deque()
@@ -253,8 +282,9 @@ class Session:
         a durable session, saved (P8)."""
         raise NotImplementedError
 
-    async def unsubscribe(self, filters: list[bytes]) -> bool:
-        """Remove subscriptions. False: it could not be saved and nothing changed."""
+    async def unsubscribe(self, filters: list[bytes]) -> list[int]:
+        """Remove subscriptions. Returns the UNSUBACK reason codes: 0x11 where there was none, 0x80
+        everywhere if it could not be saved and nothing changed."""
         raise NotImplementedError
 
     def give_retained(self, topic_filter: bytes, qos: int) -> None:
@@ -367,15 +397,19 @@ class TransientSession(Session):
         codes: list[int] = []
         for grant in grants:
             if not grant.allowed or self.sealed:
-                codes.append(REFUSED)
+                codes.append(REFUSED if grant.allowed else grant.code)
                 continue
             self.subscriptions[grant.filter] = grant.qos
             self.hub.router.attach(self, grant.filter, grant.qos)
             codes.append(grant.qos)
         return codes
 
-    async def unsubscribe(self, filters: list[bytes]) -> bool:
+    async def unsubscribe(self, filters: list[bytes]) -> list[int]:
+        codes: list[int] = []
         for topic_filter in filters:
-            if self.subscriptions.pop(topic_filter, None) is not None:
+            if self.subscriptions.pop(topic_filter, None) is None:
+                codes.append(NO_SUBSCRIPTION)
+            else:
                 self.hub.router.detach(self, topic_filter)
-        return True
+                codes.append(0)
+        return codes

@@ -24,6 +24,8 @@ class Settings:
     max_retained_messages: int = 100_000
     max_retained_bytes: int = 64 << 20
     max_qos: int = 2
+    receive_maximum: int = 1000
+    shared_subscriptions: bool = False
     commit_bytes_max: int = 16 << 20
     connect_timeout_s: float = 10.0
     takeover_timeout_s: float = 10.0
@@ -41,4 +43,4 @@ class Settings:
     max_age_s: float | None = None
     max_bytes: int | None = None
     max_messages: int | None = None
-    versions: frozenset[int] = field(default_factory=lambda: frozenset({3, 4}))
+    versions: frozenset[int] = field(default_factory=lambda: frozenset({3, 4, 5}))

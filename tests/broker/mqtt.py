@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from broker_ext.connection import WRITE_HIGH_BYTES, Connection
 from broker_ext.hub import Hub
 from broker_ext.settings import Settings
+from broker_ext.terms import FOR_EVER
 from broker_ext.wire import (
     Connack,
     Connect,
@@ -25,6 +26,7 @@ from broker_ext.wire import (
     Disconnect,
     Pingreq,
     Pingresp,
+    Properties,
     Puback,
     Pubcomp,
     Publish,
@@ -37,6 +39,7 @@ from broker_ext.wire import (
     Unsubscribe,
     encode,
 )
+from broker_ext.wire.properties import SESSION_EXPIRY_S
 from storage.clock import ManualClock
 from storage.memory import MemoryStore
 from tests.storage import faults
@@ -280,7 +283,8 @@ class _Accepted(asyncio.Protocol):
 
 
 class Client:
-    """A raw MQTT 3.1.1 client: it sends what it is told to, and acknowledges only then."""
+    """A raw MQTT client, 3.1.1 unless it connects with ``version=5``: it sends what it is told to,
+    and acknowledges only then."""
 
     def __init__(
         self, broker: Broker, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -288,6 +292,7 @@ class Client:
         self.broker = broker
         self.connack: Connack
         self.client_id = b""
+        self.version = 4
         self._reader = reader
         self._writer = writer
         self._decoder = Decoder(server=False)
@@ -299,7 +304,7 @@ class Client:
     # ------------------------------------------------------------------------------ sending
 
     def send(self, *packets: Packet) -> None:
-        self._writer.write(b"".join(encode(packet, 4) for packet in packets))
+        self._writer.write(b"".join(encode(packet, self.version) for packet in packets))
 
     def send_bytes(self, data: bytes) -> None:
         self._writer.write(data)
@@ -313,11 +318,17 @@ class Client:
         packet_id: int | None = None,
         retain: bool = False,
         dup: bool = False,
+        properties: Properties | None = None,
     ) -> int:
         """Send a PUBLISH; returns its packet id."""
         number = (packet_id or next(self._ids)) if qos else 0
-        self.send(Publish(8 * dup | qos << 1 | retain, topic, number, payload))
+        self.send(Publish(8 * dup | qos << 1 | retain, topic, number, payload, properties))
         return number
+
+    def reads(self, version: int) -> None:
+        """From now on it speaks this version."""
+        self.version = version
+        self._decoder = Decoder(server=False, version=version)
 
     async def flushed(self) -> None:
         await self._writer.drain()
@@ -403,27 +414,44 @@ class Client:
         password: bytes | None = None,
         keep_alive: int = 0,
         will: ConnectWill | None = None,
+        version: int = 4,
+        expiry: int | None = None,
+        properties: Properties | None = None,
     ) -> Connect:
-        return Connect(4, client_id, clean, keep_alive, user, password, will)
+        """Version 5: ``expiry`` is the Session Expiry Interval: for ever unless ``clean``."""
+        if version == 5:
+            if expiry is None:
+                expiry = 0 if clean else FOR_EVER
+            pairs = properties.pairs if properties is not None else ()
+            properties = Properties(((SESSION_EXPIRY_S, expiry), *pairs))
+        return Connect(version, client_id, clean, keep_alive, user, password, will, properties)
 
     async def connect(self, client_id: bytes, **options: Any) -> Connack:
         self.client_id = client_id
-        self.send(self.connect_packet(client_id, **options))
+        packet = self.connect_packet(client_id, **options)
+        self.reads(packet.version)
+        self.send(packet)
         return await self.next(Connack)
 
-    async def subscribe(self, *filters: bytes | tuple[bytes, int]) -> bytes:
-        """Returns the return codes."""
+    async def subscribe(
+        self, *filters: bytes | tuple[bytes, int], properties: Properties | None = None
+    ) -> bytes:
+        """Returns the return codes. With a filter: its QoS, or the whole options byte of MQTT 5."""
         wanted = [f if isinstance(f, tuple) else (f, 1) for f in filters]
         number = next(self._ids)
-        self.send(Subscribe(number, tuple(SubscribeFilter(f, qos) for f, qos in wanted)))
+        options = tuple(SubscribeFilter(f, byte) for f, byte in wanted)
+        self.send(Subscribe(number, options, properties))
         suback = await self.next(Suback)
         assert suback.packet_id == number
         return suback.reasons
 
-    async def unsubscribe(self, *filters: bytes) -> None:
+    async def unsubscribe(self, *filters: bytes) -> bytes:
+        """Returns the reason codes (none before MQTT 5)."""
         number = next(self._ids)
         self.send(Unsubscribe(number, filters))
-        assert (await self.next(Unsuback)).packet_id == number
+        unsuback = await self.next(Unsuback)
+        assert unsuback.packet_id == number
+        return unsuback.reasons
 
     async def deliver(self, topic: bytes, *payloads: bytes, qos: int = 1) -> None:
         """Publish, and finish each exchange."""
@@ -437,8 +465,8 @@ class Client:
         for _ in payloads if qos == 2 else ():
             await self.next(Pubcomp)
 
-    async def disconnect(self) -> None:
-        self.send(Disconnect())
+    async def disconnect(self, reason: int = 0, properties: Properties | None = None) -> None:
+        self.send(Disconnect(reason, properties))
         await self.closed()
         await self.close()
         await self.gone()

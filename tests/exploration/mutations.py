@@ -285,7 +285,12 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "session: an UNSUBSCRIBE that was not saved is reported done",
         "unsubscribe_whose_save_fails",
-        source(DurableSession, "_unsubscribe", "return False\n    else", "return True\n    else"),
+        source(
+            DurableSession,
+            "_unsubscribe",
+            "return [REFUSED] * len(filters)\n    else",
+            "return codes\n    else",
+        ),
     )
     yield Mutation(
         "session: a SUBSCRIBE that was not saved stays counted",

@@ -1,0 +1,46 @@
+"""Every reason code that this broker sends (MQTT 5, section 2.4).
+
+DESIGN.md has a table of them: when each is sent, by which clause, and the test that sees it on the
+wire. MQTT 3.1.1 is told the return codes of CONNACK and 0x80 in SUBACK; for everything else its
+connection is closed.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Final
+
+__all__ = ["Reason", "return_code"]
+
+
+class Reason(IntEnum):
+    """A reason code, by what it says."""
+
+    SUCCESS = 0x00
+    NO_SUBSCRIPTION = 0x11
+    UNSPECIFIED = 0x80
+    MALFORMED = 0x81
+    PROTOCOL_ERROR = 0x82
+    UNSUPPORTED_VERSION = 0x84
+    BAD_CLIENT_ID = 0x85
+    NOT_AUTHORIZED = 0x87
+    UNAVAILABLE = 0x88
+    SHUTTING_DOWN = 0x8B
+    KEEP_ALIVE = 0x8D
+    TAKEN_OVER = 0x8E
+    FILTER_INVALID = 0x8F
+    PACKET_TOO_LARGE = 0x95
+    SHARED_UNSUPPORTED = 0x9E
+
+
+_RETURN_CODES: Final = {
+    Reason.UNSUPPORTED_VERSION: 1,
+    Reason.BAD_CLIENT_ID: 2,
+    Reason.NOT_AUTHORIZED: 5,
+}
+_UNAVAILABLE: Final = 3
+
+
+def return_code(reason: int) -> int:
+    """What MQTT 3.1.1 says in CONNACK (table 3.1) in place of a reason code from 0x80 on."""
+    return _RETURN_CODES.get(Reason(reason), _UNAVAILABLE)
