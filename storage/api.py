@@ -29,6 +29,7 @@ __all__ = [
     "BLOCK_ENTRIES_MAX",
     "CLAIM_DELIVERIES_MAX",
     "ENTRY_BYTES_MAX",
+    "GROUP",
     "HELD",
     "INCARNATION_BYTES",
     "NAME_BYTES_MAX",
@@ -36,6 +37,7 @@ __all__ = [
     "RETAINED",
     "SENT",
     "UNCLAIMED",
+    "UNRECORDED",
     "Acquire",
     "Acquired",
     "Advance",
@@ -91,6 +93,14 @@ CLAIM_DELIVERIES_MAX: Final = 256
 UNCLAIMED: Final = b"\x00"
 """User of a record that nobody has connected to yet (amqtt's ``add_subscription``): the first user
 who acquires it becomes its owner. No MQTT user name has a NUL [MQTT-1.5.3-2]."""
+
+
+GROUP: Final = b"\x00share/"
+"""What the client id of a consumer that is a group begins with; no MQTT client has such an id. The
+rest is that of its members' filters."""
+
+UNRECORDED: Final = 0xFFFF_FFFF_FFFF_FFFF
+"""Claim.member: a member of the group that has no record of its own, so it cannot come back."""
 
 
 # ---------------------------------------------------------------------------------- values
@@ -156,7 +166,8 @@ class Delivery(NamedTuple):
     """One message under way to one consumer.
 
     offset: of the entry, or number of the held message when ``state & HELD``.
-    packet_id: 1..65535, unique among the consumer's deliveries.
+    packet_id: 1..65535, unique among the consumer's deliveries; of a group unique among those that
+        are with one member, and 0 where that is none with a record.
     qos: 1 or 2, the QoS it is delivered with.
     state: SENT or RECEIVED, with HELD or without.
     attempts: times this delivery was handed to a connection after the first, 0..255 (saturates).
@@ -174,10 +185,13 @@ class Claim(NamedTuple):
 
     number: 1, 2, 3, ... per consumer, never used again.
     deliveries: those not settled yet.
+    member: of a consumer that is a group: number of the consumer that the deliveries are with, or
+        UNRECORDED; 0 = with the consumer itself.
     """
 
     number: int
     deliveries: tuple[Delivery, ...]
+    member: int = 0
 
 
 class Subscription(NamedTuple):
@@ -187,6 +201,8 @@ class Subscription(NamedTuple):
     options: MQTT 5 subscription options byte without the QoS bits; 0 with 3.1.1.
     identifier: MQTT 5 Subscription Identifier, 0 = none.
     from_offset: the head when it was first subscribed: nothing at or below it is delivered for it.
+    A *shared* filter ($share/...) says that the consumer is a member of a group, a consumer of its
+    own: it is counted (FilterCount), but what matches it is needed and lost by the group.
     """
 
     filter: bytes
@@ -303,6 +319,7 @@ class Snapshot:
     held: number -> message. inbound: QoS 2 packet ids received and not released.
     loss: see Loss; None when every entry after the position that matches is still there. The
         position is the cursor, or just before the oldest unsettled delivery from the history.
+    gone: members (Claim.member) whose record is not there any more.
     """
 
     consumer: Consumer
@@ -311,18 +328,21 @@ class Snapshot:
     held: dict[int, Entry]
     inbound: frozenset[int]
     loss: Loss | None = None
+    gone: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Acquired:
     """Outcome of Acquire. existed: a record was there before (and was not cleaned away).
     snapshot: None when nothing was there and nothing was created.
-    dropped: durable filters (QoS >= 1) of the record that ``clean`` or its expiry deleted."""
+    dropped, dropped_id: durable filters (QoS >= 1) and number of the record that ``clean`` or its
+    expiry deleted; 0 = none was."""
 
     existed: bool
     snapshot: Snapshot | None
     log: LogState
     dropped: tuple[bytes, ...] = ()
+    dropped_id: int = 0
 
 
 @dataclass(slots=True)
@@ -426,6 +446,7 @@ class Expired(NamedTuple):
 
     client_id: bytes
     filters: tuple[bytes, ...]
+    consumer_id: int
 
 
 @dataclass(frozen=True, slots=True)

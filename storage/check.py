@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Final
 
-from storage.api import HELD
+from storage.api import GROUP, HELD, UNRECORDED, Claim
 from storage.blocks import Block, Damage, decode_message
-from storage.consumers import claims_of, needed_after, rows_of, subscriptions_of
+from storage.consumers import claims_of, needed_after, needs, rows_of, subscriptions_of
 from storage.errors import RecordDamaged
 from storage.kv import U64, U64_U64, ReadTxn, Space, get_u64
 from storage.meta import Ends, MetaDamaged, read_ends, read_identity
@@ -247,8 +247,8 @@ class _Walk:
 
     def _subscriptions(self, record: Record) -> Iterator[str]:
         subs = subscriptions_of(self.txn, record.id)
-        durable = [sub for sub in subs if sub.qos > 0]
-        self.filters.update(sub.filter for sub in durable)
+        self.filters.update(sub.filter for sub in subs if sub.qos > 0)
+        durable = [sub for sub in subs if needs(sub)]
         if record.durable != len(durable):
             yield f"it has {len(durable)} durable subscriptions, {record.durable} are counted"
         if record.needed_from != min((sub.from_offset for sub in durable), default=0):
@@ -267,17 +267,30 @@ class _Walk:
             yield "the number of a held message is to be given again"
         if any(claim.number >= record.next_claim for claim in claims):
             yield "the number of a claim is to be given again"
-        deliveries = [delivery for claim in claims for delivery in claim.deliveries]
-        if len({delivery.packet_id for delivery in deliveries}) != len(deliveries):
-            yield "two deliveries have one packet id"
-        for delivery in deliveries:
+        yield from self._ids(record, claims)
+        for delivery in (delivery for claim in claims for delivery in claim.deliveries):
             if delivery.state & HELD:
                 if delivery.offset not in held:
                     yield f"the held message {delivery.offset} of a delivery is not there"
             elif delivery.offset == 0:
                 yield f"delivery {delivery.packet_id} is of no entry"
-            if not (delivery.packet_id >= 1 and 1 <= delivery.qos <= 2):
+            if not 1 <= delivery.qos <= 2:
                 yield f"delivery {delivery.packet_id} with QoS {delivery.qos} cannot be"
+
+    def _ids(self, record: Record, claims: list[Claim]) -> Iterator[str]:
+        """Packet ids of deliveries, and who they are with."""
+        is_group = record.client_id.startswith(GROUP)
+        keepers: list[tuple[int, int]] = []
+        for claim in claims:
+            if claim.member and not is_group:
+                yield f"claim {claim.number} is with a member, and it is no group"
+            keeps_ids = not is_group or claim.member not in {0, UNRECORDED}
+            ids = [delivery.packet_id for delivery in claim.deliveries]
+            if any(bool(packet_id) != keeps_ids for packet_id in ids):
+                yield f"a packet id of claim {claim.number} cannot be"
+            keepers += ((claim.member, packet_id) for packet_id in ids if packet_id)
+        if len(set(keepers)) != len(keepers):
+            yield "two deliveries have one packet id"
 
     def _indexes(self, record: Record) -> Iterator[str]:
         needed = needed_after(self.txn, record)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from storage.api import (
     INCARNATION_BYTES,
     UNCLAIMED,
+    UNRECORDED,
     Acquire,
     Acquired,
     Advance,
@@ -35,7 +36,7 @@ from storage.blocks import Damage, decode_message, encode_message
 from storage.errors import ClaimNotHeld, Fenced, NotOwner, RecordDamaged
 from storage.kv import U64, U64_U16, U64_U64, ReadTxn, Space, WriteTxn, get_u64
 from storage.meta import read_ends
-from storage.names import filter_hash, key_of, levels_match
+from storage.names import filter_hash, is_shared, key_of, levels_match
 from storage.records import (
     NONE,
     Record,
@@ -67,6 +68,7 @@ __all__ = [
     "load",
     "loss_of",
     "needed_after",
+    "needs",
     "page",
     "put_anew",
     "read_snapshot",
@@ -158,7 +160,14 @@ def read_snapshot(txn: ReadTxn, ends: Ends, record: Record) -> Snapshot:
             for packet_id, _ in rows_of(txn, Space.INBOUND, record.id)
         ),
         loss_of(txn, ends, record, subscriptions, claims),
+        _gone(txn, claims),
     )
+
+
+def _gone(txn: ReadTxn, claims: list[Claim]) -> frozenset[int]:
+    """Members that claims are with and whose record is not there any more."""
+    members = {claim.member for claim in claims} - {0, UNRECORDED}
+    return frozenset(n for n in members if txn.get(Space.CONSUMER, U64.pack(n)) is None)
 
 
 def loss_of(
@@ -169,12 +178,17 @@ def loss_of(
     claims: list[Claim],
 ) -> Loss | None:
     """What a consumer would have received, and what is gone; see storage.api.Snapshot."""
-    durable = [sub for sub in subscriptions if sub.qos > 0]
+    durable = [sub for sub in subscriptions if needs(sub)]
     if not durable:
         return None
     position = min(record.cursor, lowest_unsettled(claims) - 1)
     filters = [sub.filter for sub in durable]
     return Marks(txn, ends).loss(position, filters, partial(_is_missed, durable))
+
+
+def needs(sub: Subscription) -> bool:
+    """Whether a subscription makes its own consumer need entries of the history."""
+    return sub.qos > 0 and not is_shared(sub.filter)
 
 
 def _is_missed(durable: list[Subscription], topic: bytes, pruned: int) -> bool:
@@ -253,14 +267,15 @@ def acquire(txn: WriteTxn, history: History, op: Acquire) -> Acquired:
     if record is not None and not is_over and record.user not in (op.user, UNCLAIMED):
         raise NotOwner(record.id)
     dropped: tuple[bytes, ...] = ()
+    dropped_id = 0
     if record is not None and (op.clean or is_over):
-        dropped = _delete(txn, record)
+        dropped, dropped_id = _delete(txn, record), record.id
         record = None
     existed = record is not None
     log = history.ends.log(history.identity)
     if record is None:
         if not op.create:
-            return Acquired(existed=False, snapshot=None, log=log, dropped=dropped)
+            return Acquired(False, None, log, dropped, dropped_id)
         record = _new(txn, history, op)
     record.user = op.user
     record.incarnation = op.incarnation
@@ -268,7 +283,8 @@ def acquire(txn: WriteTxn, history: History, op: Acquire) -> Acquired:
     _set_presence(txn, record, detached_ms=0, expiry_s=op.expiry_s)
     _checkpoint(txn, record)
     _save(txn, record)
-    return Acquired(existed, read_snapshot(txn, history.ends, record), log, dropped)
+    found = read_snapshot(txn, history.ends, record)
+    return Acquired(existed, found, log, dropped, dropped_id)
 
 
 def _new(txn: WriteTxn, history: History, op: Acquire) -> Record:
@@ -373,10 +389,11 @@ def _subscription(txn: ReadTxn, consumer_id: int, topic_filter: bytes) -> Subscr
 
 
 def _count(txn: WriteTxn, record: Record, sub: Subscription | None, by: int) -> None:
-    """Count a durable filter up or down, for the consumer and for the database."""
+    """Count a durable filter up or down: for the database, and for the consumer if that needs what
+    matches."""
     if sub is None or sub.qos == 0:
         return
-    record.durable += by
+    record.durable += by * needs(sub)
     key = key_of(sub.filter)
     row = txn.get(Space.FILTER, key)
     count = (0 if row is None else int.from_bytes(row[:8], "big")) + by
@@ -388,7 +405,7 @@ def _count(txn: WriteTxn, record: Record, sub: Subscription | None, by: int) -> 
 
 def _note_needed(txn: ReadTxn, record: Record) -> None:
     subs = subscriptions_of(txn, record.id) if record.durable else ()
-    record.needed_from = min((sub.from_offset for sub in subs if sub.qos > 0), default=0)
+    record.needed_from = min((sub.from_offset for sub in subs if needs(sub)), default=0)
 
 
 def bind(txn: WriteTxn, history: History, op: Bind) -> None:
@@ -457,7 +474,7 @@ def expire(txn: WriteTxn, _: History, op: Expire) -> tuple[Expired, ...]:
         if record is None:
             txn.delete(Space.EXPIRY, key)
         else:
-            gone.append(Expired(record.client_id, _delete(txn, record)))
+            gone.append(Expired(record.client_id, _delete(txn, record), record.id))
     return tuple(gone)
 
 

@@ -12,6 +12,7 @@ import os
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from storage.api import GROUP
 from storage.blocks import Block, Damage
 from storage.check import check
 from storage.durable import FILES
@@ -67,6 +68,7 @@ class Figures:
     topics: int = 0
     marks: int = 0
     sessions: int = 0
+    groups: int = 0
     sessions_attached: int = 0
     sessions_expiring: int = 0
     subscriptions: int = 0
@@ -110,6 +112,10 @@ def figures(txn: ReadTxn) -> Figures:
         try:
             record = Record.unpack(int.from_bytes(packed_id, "big"), raw)
         except RecordDamaged:
+            continue
+        if record.client_id.startswith(GROUP):
+            found.sessions -= 1
+            found.groups += 1
             continue
         found.sessions_attached += record.detached_ms == 0
         found.sessions_expiring += record.deadline_ms is not None

@@ -19,8 +19,10 @@ from functools import singledispatchmethod
 from typing import TYPE_CHECKING, TypeVar
 
 from storage.api import (
+    GROUP,
     HELD,
     UNCLAIMED,
+    UNRECORDED,
     Accept,
     Acquire,
     Acquired,
@@ -245,15 +247,16 @@ class MemoryStore:
         if found is not None and not is_over and found.consumer.user not in (op.user, UNCLAIMED):
             raise NotOwner(found.consumer.id)
         dropped: tuple[bytes, ...] = ()
+        dropped_id = 0
         if found is not None and (op.clean or is_over):
-            dropped = _durable_filters(found)
+            dropped, dropped_id = _durable_filters(found), found.consumer.id
             self._delete(found)
             found = None
         existed = found is not None
         if found is None and op.create:
             found = self._create(op)
         if found is None:
-            return Acquired(existed=False, snapshot=None, log=self._log(), dropped=dropped)
+            return Acquired(False, None, self._log(), dropped, dropped_id)
         owned = replace(
             found.consumer,
             user=op.user,
@@ -263,7 +266,8 @@ class MemoryStore:
             detached_ms=0,
         )
         self._save(replace(found, consumer=owned))
-        return Acquired(existed, self._snapshot(op.client_id), self._log(), dropped)
+        snapshot = self._snapshot(op.client_id)
+        return Acquired(existed, snapshot, self._log(), dropped, dropped_id)
 
     def _create(self, op: Acquire) -> Snapshot:
         ends = self._tables.ends
@@ -365,7 +369,7 @@ class MemoryStore:
         for _, _, snapshot in over:
             self._delete(snapshot)
         return tuple(
-            Expired(snapshot.consumer.client_id, _durable_filters(snapshot))
+            Expired(snapshot.consumer.client_id, _durable_filters(snapshot), snapshot.consumer.id)
             for _, _, snapshot in over
         )
 
@@ -439,7 +443,9 @@ class MemoryStore:
 
     def _filter_counts(self) -> tuple[FilterCount, ...]:
         counts = Counter(
-            sub.filter for snapshot in self._tables.consumers.values() for sub in _durable(snapshot)
+            name
+            for snapshot in self._tables.consumers.values()
+            for name in _durable_filters(snapshot)
         )
         return tuple(FilterCount(name, counts[name]) for name in sorted(counts))
 
@@ -459,7 +465,7 @@ class MemoryStore:
         lost = [
             Loss(topic, pruned_through)
             for topic, pruned_through in self._marks()
-            for sub in _durable(snapshot)
+            for sub in _needing(snapshot)
             if pruned_through > max(position, sub.from_offset)
             if topic == b"" or _matches(sub.filter, topic)
         ]
@@ -533,7 +539,9 @@ class MemoryStore:
         found = self._tables.consumers.get(client_id)
         if found is None:
             return None
-        return replace(found, held=dict(found.held), loss=self._loss(found))
+        members = {claim.member for claim in found.claims} - {0, UNRECORDED}
+        gone = frozenset(members - self._tables.names.keys())
+        return replace(found, held=dict(found.held), loss=self._loss(found), gone=gone)
 
     async def consumers(self, after: bytes | None = None, limit: int = 1000) -> list[Consumer]:
         """Records in the order of their client ids."""
@@ -601,8 +609,14 @@ def _wrong_in(snapshot: Snapshot, next_consumer: int) -> Iterator[str]:
         yield f"{who}: a claim's number is to be given again"
     if any(number >= consumer.next_held for number in snapshot.held):
         yield f"{who}: a held message's number is to be given again"
+    is_group = consumer.client_id.startswith(GROUP)
+    if not is_group and any(claim.member for claim in snapshot.claims):
+        yield f"{who}: a claim is with a member, and it is no group"
     deliveries = [delivery for claim in snapshot.claims for delivery in claim.deliveries]
-    if len({delivery.packet_id for delivery in deliveries}) != len(deliveries):
+    ids = [(c.member, d.packet_id) for c in snapshot.claims for d in c.deliveries]
+    if is_group:
+        ids = [(member, number) for member, number in ids if member not in {0, UNRECORDED}]
+    if len(set(ids)) != len(ids):
         yield f"{who}: two deliveries have one packet id"
     for delivery in deliveries:
         if delivery.state & HELD and delivery.offset not in snapshot.held:
@@ -615,6 +629,11 @@ def _durable(snapshot: Snapshot) -> list[Subscription]:
 
 def _durable_filters(snapshot: Snapshot) -> tuple[bytes, ...]:
     return tuple(sub.filter for sub in _durable(snapshot))
+
+
+def _needing(snapshot: Snapshot) -> list[Subscription]:
+    """Durable subscriptions of its own: what matches a shared one, the group needs."""
+    return [sub for sub in _durable(snapshot) if not sub.filter.startswith(b"$share/")]
 
 
 def _before_unsettled(snapshot: Snapshot) -> list[int]:
@@ -634,7 +653,7 @@ def _needs(snapshot: Snapshot) -> list[int]:
     whatever its cursor says.
     """
     positions = _before_unsettled(snapshot)
-    if durable := _durable(snapshot):
+    if durable := _needing(snapshot):
         lowest = min(sub.from_offset for sub in durable)
         positions.append(max(snapshot.consumer.cursor, lowest))
     return positions

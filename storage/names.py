@@ -18,6 +18,7 @@ from storage.kv import U64, Space, get_u64
 __all__ = [
     "KEPT_BYTES",
     "filter_hash",
+    "is_shared",
     "key_of",
     "levels_match",
     "literal_prefix",
@@ -51,6 +52,11 @@ def topic_id(txn: ReadTxn, topic: bytes) -> int | None:
     if found is not None and len(topic) > KEPT_BYTES:
         return found if txn.get(Space.TOPIC_NAME, U64.pack(found)) == topic else None
     return found
+
+
+def is_shared(topic_filter: bytes) -> bool:
+    """Whether a subscription makes its consumer a member of a group, which needs what matches."""
+    return topic_filter.startswith(b"$share/")
 
 
 def unshared(topic_filter: bytes) -> bytes:

@@ -4,8 +4,8 @@
                   +4  16s incarnation, 16s generation, u64 cursor, next_claim, next_held,
                       expiry_s, detached_ms, created_ms, indexed, needed_from, durable,
                       u16 user_bytes, user, client id, u32 crc
-    CLAIM         u8 version = 1, deliveries of 13 bytes (u64 offset, u16 packet id, u8 qos,
-                  u8 state, u8 attempts), u32 crc
+    CLAIM         u8 version = 1, or 2 and u64 member; deliveries of 13 bytes (u64 offset, u16
+                  packet id, u8 qos, u8 state, u8 attempts), u32 crc
     SUBSCRIPTION  u8 version = 1, u8 qos, u8 options, u32 identifier, u64 from_offset, filter,
                   u32 crc
     WILL          u8 version = 1, u32 delay_s, u16 client_bytes, u16 user_bytes, client id, user,
@@ -49,10 +49,12 @@ NONE: Final = 0xFFFF_FFFF_FFFF_FFFF
 """Stands for None in a u64."""
 
 _VERSION: Final = 1
+_OF_MEMBER: Final = 2
 _MASK: Final = 0xFFFFFFFF
 _CRC: Final = Struct(">I")
 _CONSUMER: Final = Struct(">BBH16s16sQQQQQQQQQH")
 _DELIVERY: Final = Struct(">QHBBB")
+_MEMBER: Final = Struct(">BQ")
 _SUBSCRIPTION: Final = Struct(">BBBIQ")
 _WILL: Final = Struct(">BIHH")
 
@@ -61,10 +63,12 @@ def _sealed(packed: bytes, begun: int) -> bytes:
     return packed + _CRC.pack(crc32(packed, begun & _MASK))
 
 
-def _opened(raw: bytes, begun: int, consumer_id: int) -> bytes:
+def _opened(
+    raw: bytes, begun: int, consumer_id: int, versions: tuple[int, ...] = (_VERSION,)
+) -> bytes:
     """What a crc stands behind. Raises RecordDamaged."""
     packed = raw[:-4]
-    if not packed or packed[0] != _VERSION or _sealed(packed, begun) != raw:
+    if not packed or packed[0] not in versions or _sealed(packed, begun) != raw:
         raise RecordDamaged(consumer_id)
     return packed
 
@@ -193,13 +197,19 @@ def encode_claim(consumer_id: int, claim: Claim) -> bytes:
     deliveries = claim.deliveries
     assert len(deliveries) <= CLAIM_DELIVERIES_MAX, "a claim is too large"
     packed = _claim(len(deliveries)).pack(_VERSION, *chain.from_iterable(deliveries))
+    if claim.member:
+        packed = _MEMBER.pack(_OF_MEMBER, claim.member) + packed[1:]
     return _sealed(packed, consumer_id ^ claim.number)
 
 
 def decode_claim(consumer_id: int, number: int, raw: bytes) -> Claim:
     """Raises RecordDamaged."""
-    packed = _opened(raw, consumer_id ^ number, consumer_id)
-    return Claim(number, tuple(map(Delivery._make, _DELIVERY.iter_unpack(packed[1:]))))
+    packed = _opened(raw, consumer_id ^ number, consumer_id, (_VERSION, _OF_MEMBER))
+    member, at = 0, 1
+    if packed[0] == _OF_MEMBER:
+        _, member = _MEMBER.unpack_from(packed)
+        at = _MEMBER.size
+    return Claim(number, tuple(map(Delivery._make, _DELIVERY.iter_unpack(packed[at:]))), member)
 
 
 def lowest_unsettled(claims: Iterable[Claim]) -> int:

@@ -36,9 +36,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from storage.api import BLOCK_ENTRIES_MAX, HELD, RECEIVED, Claim, Entry, Loss, Subscription
+from storage.api import BLOCK_ENTRIES_MAX, GROUP, HELD, RECEIVED, Claim, Entry, Loss, Subscription
 from storage.blocks import GRAVESTONE, Block, Damage, decode_message, encode_block
-from storage.consumers import loss_of, put_anew, rows_of
+from storage.consumers import loss_of, needs, put_anew, rows_of
 from storage.errors import RecordDamaged
 from storage.history import History
 from storage.identity import mint, new_identity
@@ -486,11 +486,11 @@ class _Rebuild:
             except Damage:
                 raise _Lost("a message held for it was damaged") from None
             held.append((int.from_bytes(key, "big"), raw))
-        if len([sub for sub in subs if sub.qos > 0]) != record.durable:
+        if len([sub for sub in subs if needs(sub)]) != record.durable:
             raise _Lost("a subscription was missing")
         if len({sub.filter for sub in subs}) != len(subs):
             raise _Lost("a subscription was there twice")
-        _must_fit(claims, {n for n, _ in held})
+        _must_fit(claims, {n for n, _ in held}, is_group=record.client_id.startswith(GROUP))
         record.next_claim = max([record.next_claim, *(claim.number + 1 for claim in claims)])
         record.next_held = max([record.next_held, *(n + 1 for n, _ in held)])
         if not 0 <= record.next_packet_id <= 0xFFFF:
@@ -577,10 +577,11 @@ class _Rebuild:
             self.target.write(partial(work, rows[at : at + 1000]))
 
 
-def _must_fit(claims: list[Claim], held: set[int]) -> None:
+def _must_fit(claims: list[Claim], held: set[int], *, is_group: bool) -> None:
     """Deliveries that cannot be. Raises _Lost."""
     deliveries = [delivery for claim in claims for delivery in claim.deliveries]
-    if len({delivery.packet_id for delivery in deliveries}) != len(deliveries):
+    ids = [(claim.member, d.packet_id) for claim in claims for d in claim.deliveries if d.packet_id]
+    if len(set(ids)) != len(ids):
         raise _Lost("two of its deliveries had one packet id")
     for delivery in deliveries:
         if delivery.state & HELD:
@@ -588,8 +589,10 @@ def _must_fit(claims: list[Claim], held: set[int]) -> None:
                 raise _Lost("a message held for it was missing")
         elif delivery.offset == 0:
             raise _Lost("a delivery was of no entry")
-        if not (delivery.packet_id and 1 <= delivery.qos <= 2):
+        if not 1 <= delivery.qos <= 2:
             raise _Lost("a delivery could not be")
+    if not is_group and len(ids) != len(deliveries):
+        raise _Lost("a delivery had no packet id")
 
 
 def _client_of(key: bytes) -> bytes:

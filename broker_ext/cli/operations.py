@@ -156,6 +156,8 @@ def _figures(found: Figures) -> Iterator[tuple[str, str]]:
         "sessions",
         f"{found.sessions}, {found.sessions_attached} attached, {found.sessions_expiring} expire",
     )
+    if found.groups:
+        yield "groups of shared subscriptions", f"{found.groups}"
     yield "subscriptions", f"{found.subscriptions}, {found.filters} distinct filters"
     yield "deliveries", f"{found.deliveries} under way, {found.held} messages held"
     yield "inbound QoS 2 ids", str(found.inbound)

@@ -5,7 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from storage.api import HELD, RECEIVED, Advance, Claim, Delivery, Retain, StoreWill, Will
+from storage.api import (
+    GROUP,
+    HELD,
+    RECEIVED,
+    Advance,
+    Claim,
+    Delivery,
+    Retain,
+    StoreWill,
+    Subscribe,
+    Subscription,
+    Will,
+)
 from storage.files import database_file, open_database, sidecar_file
 from storage.kv import U64, Space
 from tests.storage.harness import A, Database, Dump, OnDisk, message
@@ -111,7 +123,8 @@ async def populate(files: Files) -> Dump:
     """Sessions in every state; what they are is told by their names. Closed when it returns.
 
     behind has had nothing of ``a/#``; flying has 90 of ``b`` under way and had what was before;
-    done had everything of ``c``; never is subscribed to nothing that was published.
+    done had everything of ``c``; never is subscribed to nothing that was published. The group of
+    ``b`` has one delivery with flying, and one with nobody.
     """
     store = files.store()
     await store.open()
@@ -138,6 +151,10 @@ async def populate(files: Files) -> Dump:
             checkpoint=True,
         )
     )
+    group = await store.subscriber(GROUP + b"g/b", b"b", qos=2)
+    shared = (Claim(1, (Delivery(92, 7, 2),), flying.id), Claim(2, (Delivery(97, 0, 1),)))
+    await store.do(Subscribe(flying.id, A, (Subscription(b"$share/g/b", 1, 0),)))
+    await store.do(Advance(group.id, A, cursor=ENTRIES, claims=shared, checkpoint=True))
     await store.move(done, ENTRIES)
     await store.do(Retain(message(b"state", b"on", flags=4)))
     await store.do(Retain(message(LONG, b"long", flags=4)))

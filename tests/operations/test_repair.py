@@ -365,7 +365,8 @@ async def test_a_check_counts_what_there_is(files: Files) -> None:
     figures = found.figures
     assert figures is not None
     assert (figures.head, figures.floor, figures.entries) == (ENTRIES, 0, ENTRIES)
-    assert (figures.sessions, figures.subscriptions, figures.filters) == (4, 6, 6)
-    assert (figures.deliveries, figures.held, figures.inbound) == (4, 1, 2)
+    assert (figures.sessions, figures.groups) == (4, 1)
+    assert (figures.subscriptions, figures.filters) == (8, 7)
+    assert (figures.deliveries, figures.held, figures.inbound) == (6, 1, 2)
     assert (figures.retained, figures.wills) == (2, 1)
     assert figures.file_bytes == files.database.stat().st_size

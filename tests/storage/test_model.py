@@ -29,16 +29,19 @@ from hypothesis.stateful import (
 )
 
 from storage.api import (
+    GROUP,
     HELD,
     RECEIVED,
     SENT,
     UNCLAIMED,
+    UNRECORDED,
     Acquire,
     Acquired,
     Advance,
     Batch,
     Bind,
     Claim,
+    Consumer,
     Delivery,
     Detach,
     Discard,
@@ -78,10 +81,21 @@ if TYPE_CHECKING:
 OTHERS: Final = {name: make for name, make in BACKENDS.items() if name != "memory"}
 
 LONG: Final = b"n" * 600
-CLIENTS: Final = (b"one", b"two", b"One", LONG, LONG + b"x")
+TEAM: Final = GROUP + b"team/a/#"
+CLIENTS: Final = (b"one", b"two", TEAM, b"One", LONG, LONG + b"x")
 USERS: Final = (b"", b"ann", UNCLAIMED)
 TOPICS: Final = (b"a", b"a/b", b"a/c", b"b", b"b/c/d", b"$x/a", LONG, LONG + b"x", b"\xc3\xa4")
-FILTERS: Final = (*TOPICS, b"#", b"+", b"a/#", b"+/b", b"b/+/d", b"$x/#", b"nobody/+")
+FILTERS: Final = (
+    *TOPICS,
+    b"#",
+    b"+",
+    b"a/#",
+    b"+/b",
+    b"b/+/d",
+    b"$x/#",
+    b"nobody/+",
+    b"$share/team/a/#",
+)
 INCARNATIONS: Final = tuple(bytes([n]) * 16 for n in range(1, 9))
 
 entries = st.builds(
@@ -208,7 +222,7 @@ class Machine(RuleBasedStateMachine):
         offsets = range(consumer.cursor + 1, min(consumer.cursor + size, self.appended) + 1)
         if not offsets:
             return
-        made = Claim(consumer.next_claim, tuple(self.delivery(data, at) for at in offsets))
+        made = self.claimed(data, consumer, [(at, SENT) for at in offsets])
         self.add(
             Advance(
                 consumer.id,
@@ -220,10 +234,20 @@ class Machine(RuleBasedStateMachine):
             )
         )
 
-    def delivery(self, data: st.DataObject, offset: int, state: int = SENT) -> Delivery:
-        self.packet_id = self.packet_id % 65_535 + 1
-        qos = data.draw(st.integers(1, 2), "qos")
-        return Delivery(offset, self.packet_id, qos, state)
+    def claimed(
+        self, data: st.DataObject, consumer: Consumer, offsets: list[tuple[int, int]]
+    ) -> Claim:
+        """Deliveries of a consumer; those of a group are with somebody, who may be gone."""
+        member = 0
+        if consumer.client_id == TEAM:
+            member = data.draw(st.sampled_from([0, 1, 2, 9, UNRECORDED]), "member")
+        keeps_ids = consumer.client_id != TEAM or member not in {0, UNRECORDED}
+        deliveries: list[Delivery] = []
+        for offset, state in offsets:
+            self.packet_id = self.packet_id % 65_535 + 1
+            qos = data.draw(st.integers(1, 2), "qos")
+            deliveries.append(Delivery(offset, self.packet_id * keeps_ids, qos, state))
+        return Claim(consumer.next_claim, tuple(deliveries), member)
 
     @precondition(lambda self: any(s.claims for s in self.known.values()))
     @rule(data=st.data(), checkpoint=st.booleans())
@@ -238,10 +262,10 @@ class Machine(RuleBasedStateMachine):
             if how == "settle" or (how == "part" and not left):
                 settled.append(claim.number)
             elif how == "part":
-                claims.append(Claim(claim.number, left))
+                claims.append(claim._replace(deliveries=left))
             elif how == "received":
                 received = (d._replace(state=d.state | RECEIVED) for d in claim.deliveries)
-                claims.append(Claim(claim.number, tuple(received)))
+                claims.append(claim._replace(deliveries=tuple(received)))
         if data.draw(st.integers(0, 7), "not held if 0") == 0:
             settled.append(data.draw(st.integers(0, snapshot.consumer.next_claim + 2), "number"))
         unheld = [
@@ -268,7 +292,7 @@ class Machine(RuleBasedStateMachine):
         snapshot, incarnation = self.someone(data)
         consumer = snapshot.consumer
         number = consumer.next_held
-        made = Claim(consumer.next_claim, (self.delivery(data, number, HELD),))
+        made = self.claimed(data, consumer, [(number, HELD)])
         self.add(Advance(consumer.id, incarnation, claims=[made], held=[(number, entry)]))
 
     @precondition(lambda self: self.known)
@@ -506,9 +530,10 @@ def _told(outcome: Outcome) -> object:
             snapshot and _anonymous(snapshot),
             _ends(outcome.log),
             sorted(outcome.dropped),
+            outcome.dropped_id,
         )
     if isinstance(outcome, tuple) and outcome and isinstance(outcome[0], Expired):
-        return [(gone.client_id, sorted(gone.filters)) for gone in outcome]
+        return [(gone.client_id, sorted(gone.filters), gone.consumer_id) for gone in outcome]
     return outcome
 
 

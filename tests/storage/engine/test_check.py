@@ -11,6 +11,7 @@ from storage.check import check
 from storage.errors import RecordDamaged
 from storage.kv import U64, U64_U16, U64_U64, Space
 from storage.meta import read_ends
+from storage.records import encode_claim
 from tests.storage.harness import NOW_MS, A, B, message
 
 if TYPE_CHECKING:
@@ -55,6 +56,11 @@ def drop(space: Space, *, last: bool = False) -> Spoil:
 
 def put(space: Space, key: bytes, value: bytes = b"") -> Spoil:
     return lambda txn: txn.put(space, key, value)
+
+
+def claim(claim: Claim) -> Spoil:
+    """In the place of the first consumer's."""
+    return put(Space.CLAIM, U64_U64.pack(1, claim.number), encode_claim(1, claim))
 
 
 def flip(space: Space, at: int) -> Spoil:
@@ -113,6 +119,9 @@ def ends(**values: int) -> Spoil:
         (drop(Space.FILTER), "1 filters are counted, consumers have 2"),
         (put(Space.FILTER, b"b", U64.pack(7) + b"b"), "filters are counted, consumers have 2"),
         (flip(Space.CLAIM, 3), "what is stored for consumer 1 is damaged"),
+        (claim(Claim(1, (Delivery(3, 1, 1),), 2)), "claim 1 is with a member, and it is no group"),
+        (claim(Claim(1, (Delivery(3, 0, 1),))), "a packet id of claim 1 cannot be"),
+        (claim(Claim(1, (Delivery(3, 1, 1), Delivery(4, 1, 1)))), "two deliveries have one packet"),
         (put(Space.CLAIM, U64_U64.pack(9, 1)), "2 rows of kind claim, consumers have 1"),
         (drop(Space.HELD), "the held message 1 of a delivery is not there"),
         (flip(Space.HELD, -1), "what is stored for consumer 1 is damaged"),
