@@ -144,7 +144,7 @@ async def test_a_repair_that_dies_can_be_run_again(files: Files) -> None:
         repair(files.data, keep_in=files.path / f"2-{steps}")
         after = await files.dump()
         assert after.log[2] == ENTRIES
-        assert len(after.consumers) == 4
+        assert len(after.consumers) == 5
         if lived:
             assert steps > 5
             return
