@@ -434,6 +434,7 @@ class Connection(asyncio.Protocol):
                 code = Reason.NOT_AUTHORIZED
             qos = min(options & 3, self.hub.settings.max_qos)
             grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code))
+        had = {grant.filter for grant in grants if grant.filter in session.subscriptions}
         codes = await session.subscribe(grants)
         if session.sealed or self.closed:
             return
@@ -441,7 +442,7 @@ class Connection(asyncio.Protocol):
         for grant, code in zip(grants, codes, strict=True):
             if code < 0x80:
                 self.guard.subscribed(grant.filter, code)
-                session.give_retained(grant.filter, code)
+                session.give_retained(grant, code, existed=grant.filter in had)
 
     async def _unsubscribe(self, session: Session, packet: Unsubscribe) -> None:
         codes = await session.unsubscribe(list(packet.filters))

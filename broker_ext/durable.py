@@ -16,6 +16,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from broker_ext.options import PLAIN
 from broker_ext.outbound import SETTLED, Collected, Flight, Outbound
 from broker_ext.reasons import Reason
 from broker_ext.replay import READ_ENTRIES_MAX, Replay, Wanted
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from broker_ext.hub import Hub
+    from broker_ext.options import Options
     from broker_ext.session import Peer
     from storage.api import Entry, Loss, Outcome, Snapshot
 
@@ -101,6 +103,7 @@ class DurableSession(Session):
         self._unbound = unbound
         self.inbound = set(snapshot.inbound)
         self._from: dict[bytes, int] = {}
+        self._options: dict[bytes, tuple[int, int]] = {}  # byte and identifier, where not plain
         self._replay: Replay | None = None
         self._skipped = 0
         self._holds = 0
@@ -119,7 +122,14 @@ class DurableSession(Session):
         for subscription in snapshot.subscriptions:
             self.subscriptions[subscription.filter] = subscription.qos
             self._from[subscription.filter] = subscription.from_offset
+            self._note_options(subscription)
         self._due = self.out.restore(snapshot)
+
+    def _note_options(self, subscription: Subscription) -> None:
+        if subscription.options or subscription.identifier:
+            self._options[subscription.filter] = subscription.options, subscription.identifier
+        else:
+            self._options.pop(subscription.filter, None)
 
     def introduce(self) -> None:
         """From now on a crash leaves a session that is told to be there (``resume.is_blank``)."""
@@ -132,7 +142,8 @@ class DurableSession(Session):
     def start(self) -> None:
         """Deliver: first what earlier connections left, in its order (P6), then the rest."""
         for topic_filter, qos in self.subscriptions.items():
-            self.hub.router.attach(self, topic_filter, qos)
+            options, identifier = self._options.get(topic_filter, (0, 0))
+            self.hub.router.attach(self, topic_filter, qos, options, identifier)
         if self._due:
             self.peer.write(b"".join(PUBREL_HEAD + PACKET_ID[i] for i in self._due))
             self._due = []
@@ -142,11 +153,11 @@ class DurableSession(Session):
 
     # ---------------------------------------------------------------- what is published
 
-    def offer(self, entry: Entry, qos: int) -> None:
+    def offer(self, entry: Entry, qos: int, options: Options = PLAIN) -> None:
         if not self.live:
             return
         if self.out.room and not self.hub.router.guarded:
-            self.out.claim(entry, qos)
+            self.out.claim(entry, qos, options)
             if not self._joined:
                 self._join(lazy=False)
         else:
@@ -155,10 +166,14 @@ class DurableSession(Session):
             if self.hub.router.guarded:
                 self._pump()
 
-    def _deliver_acknowledged(self, entry: Entry, qos: int, *, retain: bool) -> None:
-        # a retained message for a new subscription, or one of amqtt's contexts
+    def _deliver_acknowledged(
+        self, entry: Entry, qos: int, retain: bool, identifiers: bytes
+    ) -> None:
+        # a retained message for a new subscription, or one of amqtt's contexts: the copy that is
+        # held is this session's own, so it has the identifier of its subscription
         flags = entry.flags | RETAINED if retain else entry.flags & ~RETAINED
-        self.out.hold(entry._replace(flags=flags), qos)
+        properties = identifiers + entry.properties
+        self.out.hold(entry._replace(flags=flags, properties=properties), qos)
         self._join(lazy=False)
 
     def _room_for_retained(self) -> bool:
@@ -297,19 +312,29 @@ class DurableSession(Session):
         publish = peer.publish
         while ready and out.sent < out.window and not peer.congested:
             flight = ready[0]
-            if flight.entry is None:
+            entry = flight.entry
+            if entry is None:
                 if out.next_ready() is not flight:
                     continue  # it was acknowledged meanwhile
                 self._fetch()
                 return
+            options = flight.options
+            if (entry.expires_ms or self.bytes_max) and self._is_undeliverable(
+                entry, flight.qos, options.identifiers, begun=flight.dup
+            ):
+                out.drop_next()
+                if not self._joined:
+                    self._join(lazy=True)
+                continue
             out.take()
-            entry = flight.entry
+            retain = entry.flags & RETAINED and (options.retain or flight.state & HELD)
             publish(
                 entry,
                 flight.qos,
                 flight.packet_id,
                 dup=flight.dup,
-                retain=bool(flight.state & HELD and entry.flags & RETAINED),
+                retain=bool(retain),
+                identifiers=options.identifiers,
             )
             flight.entry = None
             self.hub.figures.delivered += 1
@@ -345,6 +370,7 @@ class DurableSession(Session):
         for flight, entry in zip(left, entries, strict=True):
             if not flight.state & (RECEIVED | SETTLED):
                 flight.entry = entry
+                flight.options = self.replay.options(entry)  # as the subscriptions are now
         if not self.sealed:
             self._send()
 
@@ -388,10 +414,15 @@ class DurableSession(Session):
     def replay(self) -> Replay:
         """The reader of this session's durable filters, as they are now."""
         if self._replay is None:
+            plain = (0, 0)
             self._replay = Replay(
                 self.hub.store,
-                (Wanted(f, q, self._from.get(f, 0)) for f, q in self.subscriptions.items() if q),
+                (
+                    Wanted(f, q, self._from.get(f, 0), *self._options.get(f, plain))
+                    for f, q in self.subscriptions.items()
+                ),
                 skips=self.hub.settings.on_history_pruned == "skip",
+                reader=self.client_id,
             )
         return self._replay
 
@@ -402,14 +433,15 @@ class DurableSession(Session):
     def _claim_all(self, entries: Sequence[tuple[Entry, int]], through: int) -> bool:
         """Claim what is wanted of ``entries``, in order; move the cursor. False: no more room."""
         out = self.out
+        options = self.replay.options
         for entry, qos in entries:
-            if qos:
+            if qos and not (entry.expires_ms and self._is_over(entry)):
                 if not out.room:
                     self.cursor = entry.offset - 1
                     return False
                 if not out.claiming:
                     self._join(lazy=False)  # at once, even if an acknowledgement joined lazily
-                out.claim(entry, qos)
+                out.claim(entry, qos, options(entry))
         self.cursor = through
         if through == self.committer.last and not self.hub.router.guarded:
             self._reached()
@@ -524,7 +556,9 @@ class DurableSession(Session):
         wanted: dict[bytes, Subscription] = {}
         for grant in grants:
             if grant.allowed:
-                wanted[grant.filter] = Subscription(grant.filter, grant.qos, head)
+                wanted[grant.filter] = Subscription(
+                    grant.filter, grant.qos, head, grant.options, grant.identifier
+                )
         refused = [REFUSED if g.allowed else g.code for g in grants]
         if self.sealed or not wanted:
             return refused
@@ -556,8 +590,15 @@ class DurableSession(Session):
             if not self.subscriptions.get(topic_filter):
                 self._from[topic_filter] = subscription.from_offset
             self.subscriptions[topic_filter] = subscription.qos
+            self._note_options(subscription)
             if not self.sealed:
-                self.hub.router.attach(self, topic_filter, subscription.qos)
+                self.hub.router.attach(
+                    self,
+                    topic_filter,
+                    subscription.qos,
+                    subscription.options,
+                    subscription.identifier,
+                )
 
     def _uncount(self, filters: Sequence[bytes]) -> None:
         """The record does not have these filters any more (with QoS >= 1)."""
@@ -590,6 +631,7 @@ class DurableSession(Session):
                 self.hub.router.detach(self, topic_filter)
                 self._from.pop(topic_filter, None)
                 self.subscriptions.pop(topic_filter, None)
+                self._options.pop(topic_filter, None)
             self._uncount(filters)
         finally:
             self._unhold()
@@ -620,6 +662,7 @@ class DurableSession(Session):
 
     def discard(self) -> None:
         """Delete the record instead of saving it, if this incarnation still owns it."""
+        self.expiry_s = 0
         super().end(REFUSED_RESUME)
 
         def done(outcome: Outcome) -> None:

@@ -15,6 +15,10 @@ class Figures:
     dropped_qos0: QoS 0 messages not written, because the client reads too slowly.
     dropped_queue: QoS 1 and 2 messages that a transient session's full queue did not take.
     refused_retained: retained messages not stored, because of the limit.
+    refused_quota: messages of MQTT 5 publishers refused with 0x97.
+    expired_messages: copies of messages not delivered, or no longer retained, because their Message
+        Expiry Interval had passed.
+    too_large: deliveries not made, because the client takes no packet that large.
     gaps: losses of history that were skipped (``on_history_pruned: skip``).
     verified: sessions whose replay reached the end of the history.
     resets: reason -> sessions deleted because their position could not be resumed.
@@ -34,6 +38,9 @@ class Figures:
     dropped_qos0: int = 0
     dropped_queue: int = 0
     refused_retained: int = 0
+    refused_quota: int = 0
+    expired_messages: int = 0
+    too_large: int = 0
     resumed: int = 0
     rebound: int = 0
     fenced: int = 0

@@ -155,6 +155,7 @@ class Hub:
         now = self.clock.monotonic()
         for connection in list(self.connections):
             connection.overdue(now)
+        self.wills.publish_due()
 
     def _checkpoint(self) -> None:
         for session in list(self.registry.owners.values()):
@@ -196,12 +197,15 @@ class Hub:
     async def _expire(self) -> None:
         if self.committer.failing_since is not None:
             return
+        while self.retained.expire():
+            await self.committer.drain()
         while True:
             gone = await self.committer.apply(Expire(self.clock.now_ms(), EXPIRE_MAX))
             assert isinstance(gone, tuple)
             for expired in gone:
                 self.figures.expired += 1
                 self.registry.must_tell(expired.client_id)
+                self.wills.session_ended(expired.client_id)
                 for topic_filter in expired.filters:
                     self.router.count(topic_filter, -1)
             if len(gone) < EXPIRE_MAX:

@@ -18,11 +18,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, Final
 
+from broker_ext.options import PLAIN
 from storage.api import HELD, RECEIVED, SENT, Claim, Delivery, Entry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from broker_ext.options import Options
     from storage.api import Snapshot
 
 __all__ = ["PACKET_IDS", "SETTLED", "Collected", "Flight", "Outbound"]
@@ -66,9 +68,21 @@ class Flight:
     dup: an earlier connection may have sent it [MQTT-3.3.1-1], so it may be acknowledged before
     this one sends it again (a bridge repeats its PUBREC when it comes back).
     sent: this connection has sent it, or its client said that it has it.
+    options: what the subscriptions that match ask for. A held message carries its own.
     """
 
-    __slots__ = ("attempts", "dup", "entry", "offset", "packet_id", "qos", "row", "sent", "state")
+    __slots__ = (
+        "attempts",
+        "dup",
+        "entry",
+        "offset",
+        "options",
+        "packet_id",
+        "qos",
+        "row",
+        "sent",
+        "state",
+    )
 
     row: _Row
 
@@ -83,6 +97,7 @@ class Flight:
         self.dup = False
         self.sent = False
         self.attempts = 0
+        self.options = PLAIN
 
 
 class Collected:
@@ -187,7 +202,7 @@ class Outbound:
         """Whether it is worth while to look for more."""
         return len(self.flights) * 2 <= self.limit and self.unsent_bytes * 2 < AHEAD_BYTES_MAX
 
-    def claim(self, entry: Entry, qos: int) -> None:
+    def claim(self, entry: Entry, qos: int, options: Options = PLAIN) -> None:
         """Claim the delivery of an entry of the history. There must be ``room``."""
         flights = self.flights
         packet_id = self.next_packet_id
@@ -195,6 +210,7 @@ class Outbound:
             packet_id = packet_id % PACKET_IDS + 1
         self.next_packet_id = packet_id % PACKET_IDS + 1
         flight = Flight(entry.offset, packet_id, qos, SENT, entry)
+        flight.options = options
         flights[packet_id] = flight
         self._claiming.append(flight)
         self.unsent_bytes += len(entry.payload)
@@ -268,6 +284,11 @@ class Outbound:
     def drop(self, flight: Flight) -> None:
         """A delivery that cannot be made, since its message is gone, counts as settled."""
         self._settle(flight)
+
+    def drop_next(self) -> None:
+        """The next delivery to send is settled instead of sent: no connection can have sent it, so
+        its packet id is free, or it is not to be sent at all [MQTT5-3.1.2-25]."""
+        self._settle(self.take())
 
     def puback(self, packet_id: int) -> bool:
         """PUBACK came. False: there is no such QoS 1 delivery under way; nothing happens."""

@@ -25,7 +25,17 @@ from broker_ext.durable import DurableSession
 from broker_ext.reasons import Reason
 from broker_ext.resume import Finding, Verdict, is_blank, verdict
 from broker_ext.session import End, Session, TransientSession
-from storage.api import INCARNATION_BYTES, UNCLAIMED, Acquire, Acquired, Detach, Entry, Will
+from broker_ext.wire.properties import MESSAGE_EXPIRY_S, WILL_DELAY_S
+from storage.api import (
+    INCARNATION_BYTES,
+    RETAINED,
+    UNCLAIMED,
+    Acquire,
+    Acquired,
+    Detach,
+    Entry,
+    Will,
+)
 from storage.errors import NotOwner, StoreError
 
 if TYPE_CHECKING:
@@ -211,7 +221,7 @@ class Registry:
             older.peer.finish(TAKEN_OVER)
         incarnation = os.urandom(INCARNATION_BYTES)
         if packet.will is not None:
-            hub.wills.store(Will(client_id, incarnation, user, _message(packet.will)))
+            hub.wills.store(_will(client_id, incarnation, user, packet.will))
         session: Session | None = None
         try:
             if expiry_s == 0 and (packet.clean_start or stored is None):
@@ -252,7 +262,7 @@ class Registry:
         """The session begins, and its client is told."""
         hub = self.hub
         client_id = session.client_id
-        hub.wills.cancel_orphans(client_id)
+        hub.wills.returned(client_id, clean=clean_start)
         if clean_start:
             self.untold.pop(client_id, None)  # its client has asked for it
         self.owners[client_id] = session
@@ -453,5 +463,21 @@ def _logged(outcome: Outcome) -> None:
         log.warning("a record could not be left: %s", outcome)
 
 
-def _message(will: ConnectWill) -> Entry:
-    return Entry(0, will.topic, will.payload, will.qos, 0x04 if will.retain else 0)
+def _will(client_id: bytes, incarnation: bytes, user: bytes, will: ConnectWill) -> Will:
+    flags = RETAINED if will.retain else 0
+    properties = will.properties
+    if properties is None:
+        return Will(
+            client_id, incarnation, user, Entry(0, will.topic, will.payload, will.qos, flags)
+        )
+    lifetime_s: int | None = properties.get(MESSAGE_EXPIRY_S)
+    message = Entry(
+        0,
+        will.topic,
+        will.payload,
+        will.qos,
+        flags,
+        expires_ms=0 if lifetime_s is None else max(lifetime_s * 1000, 1),
+        properties=properties.forwarded(),
+    )
+    return Will(client_id, incarnation, user, message, properties.get(WILL_DELAY_S, 0))

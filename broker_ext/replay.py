@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from broker_ext.topics import matcher, matches
+from broker_ext.options import NO_LOCAL, PLAIN, joined, options_of
+from broker_ext.topics import MATCHER_CACHE_MAX, matcher, matches
 from storage.errors import EntryDamaged, ResumeHistoryUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from broker_ext.options import Options
     from storage.api import Entry, Loss, Store
 
 __all__ = ["READ_BYTES_MAX", "READ_ENTRIES_MAX", "Piece", "Replay", "Wanted"]
@@ -26,11 +28,16 @@ READ_BYTES_MAX: Final = 256 << 10
 
 
 class Wanted(NamedTuple):
-    """A durable filter. qos: granted, 1 or 2; nothing at or below ``from_offset`` is wanted."""
+    """A filter. qos: granted; nothing at or below ``from_offset`` is wanted. One of QoS 0 does not
+    read the history, but has a say in how what others read is delivered. options, identifier: of a
+    Subscription.
+    """
 
     filter: bytes
     qos: int
     from_offset: int = 0
+    options: int = 0
+    identifier: int = 0
 
 
 class Piece(NamedTuple):
@@ -43,31 +50,61 @@ class Piece(NamedTuple):
 
 
 class Replay:
-    """One reader's filters. Immutable; made anew when the filters change.
+    """One reader's filters. Immutable but for a cache; made anew when the filters change.
 
     skips: losses are reported in the piece instead of refused (``on_history_pruned: skip``).
+    reader: its client id, for No Local.
     """
 
-    def __init__(self, store: Store, wanted: Iterable[Wanted], *, skips: bool = False) -> None:
+    def __init__(
+        self, store: Store, wanted: Iterable[Wanted], *, skips: bool = False, reader: bytes = b""
+    ) -> None:
         self.store = store
-        self.wanted = tuple(wanted)
+        self._all = tuple(wanted)
+        self.wanted = tuple(w for w in self._all if w.qos)
         self.skips = skips
+        self.reader = reader
         self._accept = matcher([(w.filter, w.qos) for w in self.wanted])
-        self._newest_from = max((w.from_offset for w in self.wanted), default=0)
+        self._newest_from = max((w.from_offset for w in self._all), default=0)
+        self._is_plain = not any(w.options or w.identifier for w in self._all)
+        self._found: dict[tuple[bytes, bool], tuple[int, Options]] = {}
 
     def granted(self, entry: Entry) -> int:
         """The QoS an entry is to be delivered with, 0 = not at all (P10)."""
+        if not self._is_plain:
+            return min(self._look(entry)[0], entry.qos)
         qos = self._accept(entry.topic)
         if qos and entry.offset <= self._newest_from:
-            qos = max(
-                (
-                    w.qos
-                    for w in self.wanted
-                    if w.from_offset < entry.offset and matches(w.filter, entry.topic)
-                ),
-                default=0,
-            )
+            qos = self._find(entry)[0]
         return min(qos, entry.qos)
+
+    def options(self, entry: Entry) -> Options:
+        """How an entry that is granted is to be delivered."""
+        return PLAIN if self._is_plain else self._look(entry)[1]
+
+    def _look(self, entry: Entry) -> tuple[int, Options]:
+        if entry.offset <= self._newest_from:
+            return self._find(entry)
+        key = (entry.topic, entry.origin == self.reader)
+        found = self._found.get(key)
+        if found is None:
+            if len(self._found) >= MATCHER_CACHE_MAX:
+                self._found.clear()
+            found = self._found[key] = self._find(entry)
+        return found
+
+    def _find(self, entry: Entry) -> tuple[int, Options]:
+        """Of all the filters that match: the highest QoS, and what they ask for."""
+        own = entry.origin == self.reader
+        found = [
+            w
+            for w in self._all
+            if w.from_offset < entry.offset
+            and not (own and w.options & NO_LOCAL)
+            and matches(w.filter, entry.topic)
+        ]
+        qos = max((w.qos for w in found), default=0)
+        return qos, joined(options_of(w.options, w.identifier) for w in found)
 
     def missed(self, topic: bytes, offset: int) -> bool:
         """Whether a pruned entry would have been received. A topic that is forgotten counts as

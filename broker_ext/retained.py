@@ -2,12 +2,15 @@
 
 They are kept in memory because every new subscription looks through them; their number and size
 are bounded by configuration, and a message beyond that is not retained (logged once, counted).
+One whose time is over (Message Expiry) is given to nobody from then on, and is deleted, in memory
+and in the store, within a second [MQTT5-3.3.2-5].
 """
 
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Protocol
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Final, Protocol
 
 from broker_ext.topics import TopicTree
 from storage.api import Entry, Retain
@@ -23,6 +26,8 @@ __all__ = ["RetainedMirror", "RetainedStore"]
 
 log = logging.getLogger("amqtt_durable.retained")
 PAGE = 1000
+EXPIRE_MAX: Final = 1000
+"""Messages deleted in one go because their time is over."""
 
 
 class RetainedMirror(Protocol):
@@ -36,7 +41,7 @@ class RetainedMirror(Protocol):
 class RetainedStore:
     """The retained message of each topic.
 
-    messages_max, bytes_max: limits of what is kept (count; payload + topic bytes).
+    messages_max, bytes_max: limits of what is kept (count; topic, payload and properties).
     """
 
     def __init__(
@@ -51,13 +56,17 @@ class RetainedStore:
         self._topics: TopicTree[Entry] = TopicTree()
         self._changes = 0
         self._changed: dict[bytes, int] = {}  # topic -> number of the change that set it
+        self._deadlines: list[tuple[int, bytes]] = []  # a heap; some are of replaced messages
         self._full_logged = False
 
     async def load(self, store: Store) -> None:
-        """Read what is stored, at start."""
+        """Read what is stored, at start; what expired meanwhile goes."""
         after: bytes | None = None
         while page := await store.retained(after, PAGE):
             for message in page:
+                if self._expired(message):
+                    self._delete(message)
+                    continue
                 self._set(message)
                 if self.mirror is not None:
                     self.mirror.retained_changed(message, loaded=True)
@@ -88,6 +97,37 @@ class RetainedStore:
     def _expired(self, message: Entry) -> bool:
         return 0 < message.expires_ms <= self.committer.clock.now_ms()
 
+    def expire(self) -> bool:
+        """Delete what has expired, in memory and in the store (the hub's timer). Returns whether
+        there may be more."""
+        now_ms = self.committer.clock.now_ms()
+        deadlines = self._deadlines
+        for _ in range(EXPIRE_MAX):
+            if not deadlines or deadlines[0][0] > now_ms:
+                return False
+            deadline_ms, topic = heappop(deadlines)
+            message = self._topics.values.get(topic)
+            if message is not None and message.expires_ms == deadline_ms:
+                self._drop(topic, message)
+                self._delete(message)
+        return True
+
+    def _delete(self, message: Entry) -> None:
+        """An expired message is no more: take it out of the store, and tell who shows it."""
+        self.figures.expired_messages += 1
+        removed = Entry(0, message.topic, b"", 0)
+        self.committer.submit(Retain(removed), _stored)
+        if self.mirror is not None:
+            self.mirror.retained_changed(removed, loaded=False)
+
+    def _note_deadline(self, message: Entry) -> None:
+        deadlines = self._deadlines
+        heappush(deadlines, (message.expires_ms, message.topic))
+        if len(deadlines) > 2 * len(self) + EXPIRE_MAX:  # most are of messages that were replaced
+            values = self._topics.values
+            deadlines[:] = [(m.expires_ms, m.topic) for m in values.values() if m.expires_ms]
+            heapify(deadlines)
+
     def keep(
         self,
         topic: bytes,
@@ -106,7 +146,8 @@ class RetainedStore:
             if old is None:
                 return False
             self._drop(topic, old)
-        elif not self._room(topic, payload, old):
+        elif not self._room(topic, payload, properties, old):
+            self._refuse()
             return False
         message = Entry(0, topic, payload, qos, 0, origin, expires_ms, properties)
         if payload:
@@ -116,14 +157,21 @@ class RetainedStore:
             self.mirror.retained_changed(message, loaded=False)
         return True
 
-    def _room(self, topic: bytes, payload: bytes, old: Entry | None) -> bool:
-        size = len(topic) + len(payload)
-        freed = len(topic) + len(old.payload) if old is not None else 0
+    def takes(self, topic: bytes, payload: bytes, properties: bytes = b"") -> bool:
+        """Whether there is room for a message."""
+        return not payload or self._room(topic, payload, properties, self._topics.values.get(topic))
+
+    def _room(self, topic: bytes, payload: bytes, properties: bytes, old: Entry | None) -> bool:
+        size = len(topic) + len(payload) + len(properties)
+        freed = _bytes(old) if old is not None else 0
         if (old is not None or len(self) < self.messages_max) and (
             self.bytes + size - freed <= self.bytes_max
         ):
             self._full_logged = False
             return True
+        return False
+
+    def _refuse(self) -> None:
         self.figures.refused_retained += 1
         if not self._full_logged:
             self._full_logged = True
@@ -133,7 +181,6 @@ class RetainedStore:
                 len(self),
                 self.bytes,
             )
-        return False
 
     def _set(self, message: Entry) -> None:
         old = self._topics.values.get(message.topic)
@@ -142,12 +189,18 @@ class RetainedStore:
         self._topics.put(message.topic, message)
         self._changes += 1
         self._changed[message.topic] = self._changes
-        self.bytes += len(message.topic) + len(message.payload)
+        self.bytes += _bytes(message)
+        if message.expires_ms:
+            self._note_deadline(message)
 
     def _drop(self, topic: bytes, old: Entry) -> None:
         self._topics.drop(topic)
         del self._changed[topic]
-        self.bytes -= len(topic) + len(old.payload)
+        self.bytes -= _bytes(old)
+
+
+def _bytes(message: Entry) -> int:
+    return len(message.topic) + len(message.payload) + len(message.properties)
 
 
 def _stored(outcome: Outcome) -> None:

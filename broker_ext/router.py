@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from broker_ext.options import joined, options_of
 from broker_ext.topics import FilterTree
 from storage.api import RETAINED, Entry
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from broker_ext.figures import Figures
+    from broker_ext.options import Options
     from broker_ext.retained import RetainedStore
     from broker_ext.session import Session
     from storage.api import FilterCount
@@ -36,25 +38,31 @@ class _Place:
 
     def __init__(self) -> None:
         self.durable = 0
-        self.subscribers: dict[Session, int] | None = None
+        self.subscribers: dict[Session, tuple[int, Options]] | None = None
 
 
 class Route:
-    """The receivers of one topic.
+    """The receivers of one topic: session, QoS that it was granted, and what else it asked for,
+    of all its filters that match.
 
-    log: a durable consumer wants it. durable: connected durable sessions and the QoS (>= 1) each
-    was granted. direct: connected sessions that are served from memory, with their QoS: transient
-    ones, and durable ones that only have QoS 0 here.
+    log: a durable consumer wants it. durable: connected durable sessions (QoS >= 1). direct:
+    connected sessions that are served from memory: transient ones, and durable ones that only have
+    QoS 0 here. local: client ids of those who do not want everything that they publish themselves
+    (No Local); what these publish has a route of its own.
     """
 
-    __slots__ = ("direct", "durable", "log")
+    __slots__ = ("direct", "durable", "local", "log")
 
-    def __init__(
-        self, log: bool, durable: list[tuple[Session, int]], direct: list[tuple[Session, int]]
-    ) -> None:
+    def __init__(self, log: bool) -> None:
         self.log = log
-        self.durable = durable
-        self.direct = direct
+        self.durable: list[tuple[Session, int, Options]] = []
+        self.direct: list[tuple[Session, int, Options]] = []
+        self.local: set[bytes] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nobody is there to receive it, now or later."""
+        return not (self.log or self.durable or self.direct)
 
 
 class Router:
@@ -68,6 +76,7 @@ class Router:
         """A topic plugin must be asked for each delivery (the seam sets it)."""
         self._places: FilterTree[_Place] = FilterTree(_Place)
         self._routes: dict[bytes, Route] = {}
+        self._own_routes: dict[tuple[bytes, bytes], Route] = {}
 
     # -------------------------------------------------------------------- subscriptions
 
@@ -76,7 +85,7 @@ class Router:
         at = self._places.at
         for topic_filter, count in filters:
             at(topic_filter).durable = count
-        self._routes.clear()
+        self._changed()
 
     def count(self, topic_filter: bytes, change: int) -> None:
         """A durable consumer got (+1) or lost (-1) this filter with QoS >= 1."""
@@ -85,13 +94,15 @@ class Router:
         assert place.durable >= 0, "a durable filter was released more often than taken"
         self._forget(topic_filter, place)
 
-    def attach(self, session: Session, topic_filter: bytes, qos: int) -> None:
-        """Deliver what matches to a connected session."""
+    def attach(
+        self, session: Session, topic_filter: bytes, qos: int, options: int = 0, identifier: int = 0
+    ) -> None:
+        """Deliver what matches to a connected session. options, identifier: of a Subscription."""
         place = self._places.at(topic_filter)
         if place.subscribers is None:
             place.subscribers = {}
-        place.subscribers[session] = qos
-        self._routes.clear()
+        place.subscribers[session] = (qos, options_of(options, identifier))
+        self._changed()
 
     def detach(self, session: Session, topic_filter: bytes) -> None:
         """Undo ``attach``; harmless if it was not done."""
@@ -103,7 +114,11 @@ class Router:
     def _forget(self, topic_filter: bytes, place: _Place) -> None:
         if not place.durable and not place.subscribers:
             self._places.remove(topic_filter)
+        self._changed()
+
+    def _changed(self) -> None:
         self._routes.clear()
+        self._own_routes.clear()
 
     # --------------------------------------------------------------------------- routing
 
@@ -117,21 +132,42 @@ class Router:
             self._routes[topic] = route
         return route
 
-    def _find(self, topic: bytes) -> Route:
+    def route_of(self, topic: bytes, origin: bytes) -> Route:
+        """The receivers of what this client publishes."""
+        route = self.route(topic)
+        if origin not in route.local:
+            return route
+        own = self._own_routes.get((topic, origin))
+        if own is None:
+            own = self._find(topic, origin)
+            if len(self._own_routes) >= ROUTES_MAX:
+                self._own_routes.clear()
+            self._own_routes[topic, origin] = own
+        return own
+
+    def _find(self, topic: bytes, origin: bytes | None = None) -> Route:
         log = False
-        receivers: dict[Session, int] = {}
+        local: set[bytes] = set()
+        receivers: dict[Session, tuple[int, Options]] = {}
         for place in self._places.match(topic):
             if place.durable:
                 log = True
-            if place.subscribers:
-                for session, qos in place.subscribers.items():
-                    if receivers.get(session, -1) < qos:
-                        receivers[session] = qos  # overlapping filters: once, at the highest QoS
-        durable: list[tuple[Session, int]] = []
-        direct: list[tuple[Session, int]] = []
-        for session, qos in receivers.items():
-            (durable if qos and session.durable else direct).append((session, qos))
-        return Route(log, durable, direct)
+            for session, (qos, options) in (place.subscribers or {}).items():
+                if options.no_local:
+                    local.add(session.client_id)
+                    if session.client_id == origin:
+                        continue  # [MQTT5-3.8.3-3]
+                before = receivers.get(session)
+                if before is not None:  # overlapping filters: once, at the highest QoS
+                    qos = max(qos, before[0])  # noqa: PLW2901 - of both
+                    options = joined((before[1], options))  # noqa: PLW2901
+                receivers[session] = (qos, options)
+        route = Route(log)
+        route.local = local
+        for session, (qos, options) in receivers.items():
+            receiving = route.durable if qos and session.durable else route.direct
+            receiving.append((session, qos, options))
+        return route
 
     def publish(
         self,
@@ -150,6 +186,8 @@ class Router:
         is committed, and not before (P1).
         """
         route = self._routes.get(topic) or self.route(topic)
+        if route.local:
+            route = self.route_of(topic, origin)
         stored = False
         if retain:
             stored = self.retained.keep(topic, payload, qos, origin, expires_ms, properties)
@@ -158,17 +196,17 @@ class Router:
                 topic, payload, qos, RETAINED if retain else 0, origin, expires_ms, properties
             )
             stored = True
-            for session, granted in route.durable:
-                session.offer(entry, min(qos, granted))
+            for session, granted, options in route.durable:
+                session.offer(entry, min(qos, granted), options)
             if not route.direct:
                 return True
         elif route.direct or route.durable:
             flags = RETAINED if retain else 0
             entry = Entry(0, topic, payload, qos, flags, origin, expires_ms, properties)
-            for session, _ in route.durable:
-                session.pass_on(entry, 0)  # QoS 0: live, without a position
+            for session, _, options in route.durable:
+                session.pass_on(entry, 0, options)  # QoS 0: live, without a position
         else:
             return stored
-        for session, granted in route.direct:
-            session.pass_on(entry, min(qos, granted))
+        for session, granted, options in route.direct:
+            session.pass_on(entry, min(qos, granted), options)
         return stored

@@ -12,15 +12,25 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol
 
-from broker_ext.wire import PACKET_ID, PUBACK_HEAD, PUBCOMP_HEAD, PUBREC_HEAD, PUBREL_HEAD
+from broker_ext.options import PLAIN, gives_retained, options_of
+from broker_ext.wire import (
+    PACKET_ID,
+    PUBACK_HEAD,
+    PUBCOMP_HEAD,
+    PUBREC_HEAD,
+    PUBREL_HEAD,
+    variable_length,
+)
+from storage.api import RETAINED
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from broker_ext.hub import Hub
+    from broker_ext.options import Options
     from storage.api import Entry
 
-__all__ = ["End", "Grant", "Peer", "Session", "TransientSession"]
+__all__ = ["End", "Grant", "Peer", "Session", "TransientSession", "publish_bytes"]
 
 log = logging.getLogger("amqtt_durable.session")
 
@@ -104,6 +114,14 @@ class Peer(Protocol):
         ...
 
 
+def publish_bytes(entry: Entry, qos: int, identifiers: bytes) -> int:
+    """Size of the MQTT 5 PUBLISH packet of a delivery, with no topic alias."""
+    properties = len(identifiers) + len(entry.properties) + (5 if entry.expires_ms else 0)
+    rest = 2 + len(entry.topic) + (2 if qos else 0) + properties + len(entry.payload)
+    rest += len(variable_length(properties))
+    return 1 + len(variable_length(rest)) + rest
+
+
 class Session:
     """One client's session on one connection.
 
@@ -130,14 +148,15 @@ class Session:
         self.user = user
         self.incarnation = incarnation
         self.window = window
+        self.bytes_max = peer.packet_bytes_max
         self.subscriptions: dict[bytes, int] = {}
         self.inbound: set[int] = set()
         self.sealed = False
         self.expiry_s: int | None = 0
         self.has_will = False
         self.may_receive: Callable[[bytes], Awaitable[bool]] | None = None
-        self._walks: deque[tuple[Iterator[Entry], int]] = deque()
-        self._guarded: deque[tuple[Entry, int, bool]] = deque()
+        self._walks: deque[tuple[Iterator[Entry], int, Options]] = deque()
+        self._guarded: deque[tuple[Entry, int, bool, bytes]] = deque()
         self._guard_task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -212,24 +231,25 @@ class Session:
 
     # --------------------------------------------------------------- to the subscriber
 
-    def offer(self, entry: Entry, qos: int) -> None:
+    def offer(self, entry: Entry, qos: int, options: Options = PLAIN) -> None:
         """A logged entry, as it is appended. Only durable sessions are asked."""
         raise NotImplementedError
 
-    def pass_on(self, entry: Entry, qos: int) -> None:
+    def pass_on(self, entry: Entry, qos: int, options: Options = PLAIN) -> None:
         """A message to deliver from memory."""
         if self.sealed:
             return
+        retain = options.retain and entry.flags & RETAINED != 0
         if self.hub.router.guarded and self.may_receive is not None:
             if len(self._guarded) >= self.hub.settings.max_queued_messages:
                 self.hub.figures.dropped_queue += 1
                 return
-            self._ask(entry, qos, retain=False)
+            self._ask(entry, qos, retain, options.identifiers)
             return
-        self._deliver(entry, qos)
+        self._deliver(entry, qos, retain, options.identifiers)
 
-    def _ask(self, entry: Entry, qos: int, *, retain: bool) -> None:
-        self._guarded.append((entry, qos, retain))
+    def _ask(self, entry: Entry, qos: int, retain: bool, identifiers: bytes) -> None:
+        self._guarded.append((entry, qos, retain, identifiers))
         if self._guard_task is None:
             self._guard_task = asyncio.ensure_future(self._guard())
 
@@ -237,26 +257,50 @@ class Session:
         """Ask the topic plugins for each delivery, in order."""
         try:
             while self._guarded and not self.sealed:
-                entry, qos, retain = self._guarded.popleft()
+                entry, qos, retain, identifiers = self._guarded.popleft()
                 assert self.may_receive is not None
                 if await self.may_receive(entry.topic) and not self.sealed:
-                    self._deliver(entry, qos, retain=retain)
+                    self._deliver(entry, qos, retain, identifiers)
                 self._walk()  # retained messages are asked for one by one
         finally:
             self._guard_task = None
 
-    def _deliver(self, entry: Entry, qos: int, *, retain: bool = False) -> None:
-        if qos == 0:
-            if self.peer.congested:
-                self.hub.figures.dropped_qos0 += 1
-            else:
-                self.hub.figures.delivered += 1
-                self.peer.publish(entry, 0, 0, dup=False, retain=retain)
-        else:
-            self._deliver_acknowledged(entry, qos, retain=retain)
+    def _deliver(self, entry: Entry, qos: int, retain: bool, identifiers: bytes) -> None:
+        if qos:
+            self._deliver_acknowledged(entry, qos, retain, identifiers)
+        elif self.peer.congested:
+            self.hub.figures.dropped_qos0 += 1
+        elif not self._is_undeliverable(entry, 0, identifiers):
+            self.hub.figures.delivered += 1
+            self.peer.publish(entry, 0, 0, dup=False, retain=retain, identifiers=identifiers)
 
-    def _deliver_acknowledged(self, entry: Entry, qos: int, *, retain: bool) -> None:
+    def _deliver_acknowledged(
+        self, entry: Entry, qos: int, retain: bool, identifiers: bytes
+    ) -> None:
         raise NotImplementedError
+
+    def _is_undeliverable(
+        self, entry: Entry, qos: int, identifiers: bytes, *, begun: bool = False
+    ) -> bool:
+        """Whether a message is not to be sent, since its time is over or since the client takes no
+        packet that large; it is counted then.
+
+        begun: an earlier connection may have sent it, so its delivery is to be brought to its end
+        even when its time is over [MQTT5-3.3.2-5, MQTT5-4.4.0-1].
+        """
+        if entry.expires_ms and not begun and self._is_over(entry):
+            return True
+        if self.bytes_max and publish_bytes(entry, qos, identifiers) > self.bytes_max:
+            self.hub.figures.too_large += 1
+            return True
+        return False
+
+    def _is_over(self, entry: Entry) -> bool:
+        """Whether the Message Expiry Interval has passed [MQTT5-3.3.2-5]; counted then."""
+        if 0 < entry.expires_ms <= self.hub.clock.now_ms():
+            self.hub.figures.expired_messages += 1
+            return True
+        return False
 
     # ------------------------------------------------------------------- acknowledgements
 
@@ -287,23 +331,28 @@ class Session:
         everywhere if it could not be saved and nothing changed."""
         raise NotImplementedError
 
-    def give_retained(self, topic_filter: bytes, qos: int) -> None:
-        """Send the retained messages of a new subscription [MQTT-3.3.1-6], after its SUBACK."""
-        self._walks.append((self.hub.retained.match(topic_filter), qos))
-        self._walk()
+    def give_retained(self, grant: Grant, qos: int, *, existed: bool = False) -> None:
+        """Send the retained messages of a subscription that was granted [MQTT-3.3.1-6], after its
+        SUBACK. existed: there was one with this filter before."""
+        if gives_retained(grant.options, existed=existed):
+            walk = self.hub.retained.match(grant.filter)
+            self._walks.append((walk, qos, options_of(grant.options, grant.identifier)))
+            self._walk()
 
     def _walk(self) -> None:
         while self._walks and self._room_for_retained():
-            walk, granted = self._walks[0]
+            walk, granted, options = self._walks[0]
             message = next(walk, None)
             if message is None:
                 self._walks.popleft()
                 continue
+            if options.no_local and message.origin == self.client_id:
+                continue
             qos = min(granted, message.qos)
             if self.hub.router.guarded and self.may_receive is not None:
-                self._ask(message, qos, retain=True)
+                self._ask(message, qos, True, options.identifiers)
             else:
-                self._deliver(message, qos, retain=True)
+                self._deliver(message, qos, True, options.identifiers)
 
     def _room_for_retained(self) -> bool:
         return not (self.sealed or self.peer.congested or self._guarded)
@@ -338,13 +387,15 @@ class TransientSession(Session):
             hub, peer, client_id=client_id, user=user, incarnation=incarnation, window=window
         )
         self._under_way: dict[int, int] = {}
-        self._queue: deque[tuple[Entry, int, bool]] = deque()
+        self._queue: deque[tuple[Entry, int, bool, bytes]] = deque()
         self._queued_bytes = 0
         self._next_packet_id = 1
 
-    def _deliver_acknowledged(self, entry: Entry, qos: int, *, retain: bool) -> None:
+    def _deliver_acknowledged(
+        self, entry: Entry, qos: int, retain: bool, identifiers: bytes
+    ) -> None:
         if not self._queue and len(self._under_way) < self.window and not self.peer.congested:
-            self._send(entry, qos, retain=retain)
+            self._send(entry, qos, retain, identifiers)
             return
         settings = self.hub.settings
         if (
@@ -353,17 +404,19 @@ class TransientSession(Session):
         ):
             self.hub.figures.dropped_queue += 1
             return
-        self._queue.append((entry, qos, retain))
-        self._queued_bytes += len(entry.payload)
+        self._queue.append((entry, qos, retain, identifiers))
+        self._queued_bytes += len(entry.payload) + len(entry.properties)
 
-    def _send(self, entry: Entry, qos: int, *, retain: bool) -> None:
+    def _send(self, entry: Entry, qos: int, retain: bool, identifiers: bytes) -> None:
+        if self._is_undeliverable(entry, qos, identifiers):
+            return
         packet_id = self._next_packet_id
         while packet_id in self._under_way:
             packet_id = packet_id % PACKET_IDS + 1
         self._next_packet_id = packet_id % PACKET_IDS + 1
         self._under_way[packet_id] = qos
         self.hub.figures.delivered += 1
-        self.peer.publish(entry, qos, packet_id, dup=False, retain=retain)
+        self.peer.publish(entry, qos, packet_id, dup=False, retain=retain, identifiers=identifiers)
 
     def puback(self, packet_id: int) -> None:
         if self._under_way.get(packet_id) == 1:
@@ -382,9 +435,9 @@ class TransientSession(Session):
     def turn_over(self) -> None:
         queue = self._queue
         while queue and len(self._under_way) < self.window and not self.peer.congested:
-            entry, qos, retain = queue.popleft()
-            self._queued_bytes -= len(entry.payload)
-            self._send(entry, qos, retain=retain)
+            entry, qos, retain, identifiers = queue.popleft()
+            self._queued_bytes -= len(entry.payload) + len(entry.properties)
+            self._send(entry, qos, retain, identifiers)
         if self._walks and not self.sealed:
             self._walk()
 
@@ -400,7 +453,7 @@ class TransientSession(Session):
                 codes.append(REFUSED if grant.allowed else grant.code)
                 continue
             self.subscriptions[grant.filter] = grant.qos
-            self.hub.router.attach(self, grant.filter, grant.qos)
+            self.hub.router.attach(self, grant.filter, grant.qos, grant.options, grant.identifier)
             codes.append(grant.qos)
         return codes
 

@@ -2,16 +2,22 @@
 (P9).
 
 A will is stored before CONNACK. When the connection ends without DISCONNECT it is published
-through the ordinary path, and deleted in the same commit. Wills that are found at start are those
-of connections that died with the broker: they are published after ``will_recovery_delay_s``,
-unless their client has come back by then.
+through the ordinary path, and deleted in the same commit. One with a Will Delay Interval waits for
+it, with its deadline in the store: it is published when the delay is over or when its session ends,
+whichever is first, and deleted if its client comes back to the session before [MQTT5-3.1.3-9].
+
+Wills that are found at start without a deadline are those of connections that died with the
+broker. All that are found are published after ``will_recovery_delay_s`` at the earliest, unless
+their client has come back by then: it could not while the broker was away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from storage.api import RETAINED, DropWill, StoreWill
 
@@ -24,6 +30,18 @@ __all__ = ["Wills"]
 
 log = logging.getLogger("amqtt_durable.wills")
 
+DUE_MAX: Final = 1000
+"""Deadlines of wills that are gone may lie about; beyond this and twice as many as there are wills
+they are cleared away."""
+
+
+class _Waiting(NamedTuple):
+    """A will whose connection has ended. orphan: it died with the broker."""
+
+    will: Will
+    due_ms: int
+    orphan: bool = False
+
 
 class Wills:
     """All wills of a broker."""
@@ -32,7 +50,10 @@ class Wills:
         self.hub = hub
         self._wills: dict[bytes, Will] = {}
         self._saving: dict[bytes, asyncio.Future[Outcome]] = {}
-        self._orphans: dict[bytes, list[Will]] = {}
+        self._waiting: dict[bytes, dict[bytes, _Waiting]] = {}  # client id, incarnation
+        self._due: list[tuple[int, bytes, bytes]] = []  # a heap; some were published or deleted
+        self._due_max = DUE_MAX
+        self._recovered_ms = 0
         self._publishing: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------- with a CONNECT
@@ -73,11 +94,16 @@ class Wills:
     # ------------------------------------------------------------------ with the session
 
     def ended(self, session: Session, end: End) -> None:
-        """A session ended: publish its will, or delete it."""
+        """The connection of a session ended: publish its will, now or later, or delete it."""
         will = self._wills.pop(session.incarnation, None)
         if will is None:
             return
-        if end.publish_will:
+        delay_s = will.delay_s
+        if session.expiry_s is not None:
+            delay_s = min(delay_s, session.expiry_s)  # the session ends then
+        if end.publish_will and delay_s:
+            self._delay(will, self.hub.clock.now_ms() + delay_s * 1000)
+        elif end.publish_will:
             self._publish_if_permitted(will, session)
         elif end.name != "shutdown":  # those stay, as after a crash
             self._delete(will)
@@ -110,6 +136,7 @@ class Wills:
 
     def _publish(self, will: Will) -> None:
         message = will.message
+        lifetime_ms = message.expires_ms
         self.hub.figures.wills += 1
         self.hub.router.publish(
             message.topic,
@@ -117,31 +144,88 @@ class Wills:
             message.qos,
             retain=bool(message.flags & RETAINED),
             origin=will.client_id,
+            expires_ms=self.hub.clock.now_ms() + lifetime_ms if lifetime_ms else 0,
             properties=message.properties,
         )
         self._delete(will)
 
-    # -------------------------------------------------------------------- after a crash
+    # ------------------------------------------------------------------- those that wait
 
     def load(self, wills: tuple[Will, ...]) -> None:
-        """Wills of connections that died with the broker."""
+        """Wills that the last run left: of connections that died with it, and those that waited."""
+        settings = self.hub.settings
+        now_ms = self.hub.clock.now_ms()
+        self._recovered_ms = now_ms + int(settings.will_recovery_delay_s * 1000)
         for will in wills:
-            self._orphans.setdefault(will.client_id, []).append(will)
+            due_ms = max(will.due_ms, self._recovered_ms)
+            if will.due_ms:
+                self._wait(_Waiting(will, due_ms))
+            elif will.delay_s and settings.publish_wills_after_crash:
+                self._delay(will, max(due_ms, now_ms + will.delay_s * 1000), orphan=True)
+            else:
+                self._wait(_Waiting(will, due_ms, orphan=True))
 
-    def cancel_orphans(self, client_id: bytes) -> None:
-        """The client has come back before its old will was published."""
-        for will in self._orphans.pop(client_id, ()):
-            self._delete(will)
+    def _delay(self, will: Will, due_ms: int, *, orphan: bool = False) -> None:
+        """Let a will wait, and remember in the store until when."""
+        self._wait(_Waiting(will, due_ms, orphan))
+        self.hub.committer.submit(StoreWill(replace(will, due_ms=due_ms)), _logged)
+
+    def _wait(self, waiting: _Waiting) -> None:
+        will = waiting.will
+        self._waiting.setdefault(will.client_id, {})[will.incarnation] = waiting
+        if len(self._due) >= self._due_max:  # most are of wills that are gone
+            self._due = [
+                (w.due_ms, client_id, incarnation)
+                for client_id, of_client in self._waiting.items()
+                for incarnation, w in of_client.items()
+                if w is not waiting
+            ]
+            heapify(self._due)
+            self._due_max = 2 * len(self._due) + DUE_MAX
+        heappush(self._due, (waiting.due_ms, will.client_id, will.incarnation))
+
+    def returned(self, client_id: bytes, *, clean: bool) -> None:
+        """A client has come back: what waited for it is deleted; but if it starts clean, the
+        session that the will belongs to has ended, and the will is published (section 3.1.4 of
+        MQTT 5). A broker that died is no reason: those wills are deleted."""
+        now_ms = self.hub.clock.now_ms()
+        for waiting in self._waiting.pop(client_id, {}).values():
+            if waiting.orphan or not (clean or waiting.due_ms <= now_ms):
+                self._delete(waiting.will)
+            else:
+                self._publish_if_permitted(waiting.will, None)
+
+    def session_ended(self, client_id: bytes) -> None:
+        """A session at rest expired."""
+        for waiting in self._waiting.pop(client_id, {}).values():
+            self._finish(waiting)
+
+    def publish_due(self, now_ms: int | None = None) -> None:
+        """Publish what has waited long enough (the hub's timer)."""
+        if now_ms is None:
+            now_ms = self.hub.clock.now_ms()
+        due = self._due
+        while due and due[0][0] <= now_ms:
+            _, client_id, incarnation = heappop(due)
+            of_client = self._waiting.get(client_id)
+            if of_client is None:
+                continue
+            waiting = of_client.pop(incarnation, None)
+            if not of_client:
+                del self._waiting[client_id]
+            if waiting is not None:
+                self._finish(waiting)
+
+    def _finish(self, waiting: _Waiting) -> None:
+        if waiting.orphan and not self.hub.settings.publish_wills_after_crash:
+            self._delete(waiting.will)
+        else:
+            self._publish_if_permitted(waiting.will, None)
 
     def publish_orphans(self) -> None:
-        """The time is up: publish what is left (or delete it, where so configured)."""
-        orphans, self._orphans = self._orphans, {}
-        for wills in orphans.values():
-            for will in wills:
-                if self.hub.settings.publish_wills_after_crash:
-                    self._publish_if_permitted(will, None)
-                else:
-                    self._delete(will)
+        """Who died with the broker has had time to come back: publish what was only waiting for
+        that (or delete it, where so configured)."""
+        self.publish_due(self._recovered_ms)
 
     async def settle(self) -> None:
         """Wait for the topic plugins that are being asked."""
@@ -151,4 +235,4 @@ class Wills:
 
 def _logged(outcome: Outcome) -> None:
     if isinstance(outcome, BaseException):
-        log.error("a will could not be deleted: %s", outcome)
+        log.error("a will could not be written: %s", outcome)

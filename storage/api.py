@@ -246,8 +246,9 @@ class Consumer:
 class Will:
     """A will message under (client id, incarnation) [MQTT-3.1.2-8].
 
-    delay_s: MQTT 5 Will Delay Interval. message.offset is 0.
-    user: for the topic permission when it is published.
+    delay_s: MQTT 5 Will Delay Interval. message.offset is 0, and message.expires_ms a time from its
+    publication on. user: for the topic permission when it is published.
+    due_ms: when to publish it, once its connection has ended; 0 = it has not.
     """
 
     client_id: bytes
@@ -255,6 +256,7 @@ class Will:
     user: bytes
     message: Entry
     delay_s: int = 0
+    due_ms: int = 0
 
 
 class FilterCount(NamedTuple):

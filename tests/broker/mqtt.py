@@ -437,13 +437,20 @@ class Client:
         self, *filters: bytes | tuple[bytes, int], properties: Properties | None = None
     ) -> bytes:
         """Returns the return codes. With a filter: its QoS, or the whole options byte of MQTT 5."""
+        number = self.send_subscribe(*filters, properties=properties)
+        suback = await self.next(Suback)
+        assert suback.packet_id == number
+        return suback.reasons
+
+    def send_subscribe(
+        self, *filters: bytes | tuple[bytes, int], properties: Properties | None = None
+    ) -> int:
+        """As ``subscribe``, but the answer is not waited for. Returns the packet id."""
         wanted = [f if isinstance(f, tuple) else (f, 1) for f in filters]
         number = next(self._ids)
         options = tuple(SubscribeFilter(f, byte) for f, byte in wanted)
         self.send(Subscribe(number, options, properties))
-        suback = await self.next(Suback)
-        assert suback.packet_id == number
-        return suback.reasons
+        return number
 
     async def unsubscribe(self, *filters: bytes) -> bytes:
         """Returns the reason codes (none before MQTT 5)."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from broker_ext.wire import Connack
+from broker_ext.wire import Connack, Properties
+from broker_ext.wire.properties import SESSION_EXPIRY_S, WILL_DELAY_S
+from storage import engine
 from storage.errors import StoreFull, StoreUnavailable
+from storage.memory import MemoryStore
 from tests.broker.mqtt import running, will
 
 if TYPE_CHECKING:
@@ -21,7 +24,12 @@ if TYPE_CHECKING:
 async def wills(broker: Broker) -> list[bytes]:
     """Payloads of the wills in the store, once everything is written."""
     await broker.hub.committer.drain()
-    return sorted(w.message.payload for w in broker.store.inner._tables.wills.values())  # type: ignore[attr-defined]
+    store: Any = broker.store.inner
+    if isinstance(store, MemoryStore):
+        found = store._tables.wills.values()
+    else:
+        found = await store._read(engine.wills)
+    return sorted(w.message.payload for w in found)
 
 
 @pytest.mark.parametrize("clean", [False, True])
@@ -174,6 +182,178 @@ async def test_a_stop_keeps_wills_as_a_crash_does(durable_broker: Broker) -> Non
     await listener.quiet()
     await broker.restart()
     assert broker.hub.opened.wills == ()
+
+
+# ----------------------------------------------------------------------------- will delay
+
+
+async def delayed(broker: Broker, seconds: int = 30, **options: Any) -> Client:
+    """A client ``c`` of MQTT 5 whose will waits; its session is kept for ever."""
+    message = will(b"w")._replace(properties=Properties(((WILL_DELAY_S, seconds),)))
+    return await broker.connect(b"c", version=5, will=message, **options)
+
+
+def pass_time(broker: Broker, seconds: int) -> None:
+    broker.clock.advance(ms=1000 * seconds)
+    broker.hub.wills.publish_due()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_will_waits_for_its_delay(durable_broker: Broker, restart: bool) -> None:
+    broker = durable_broker
+    await broker.sleeper(b"l", b"w")
+    client = await delayed(broker)
+    await client.cut()
+    pass_time(broker, 20)
+    if restart:
+        await broker.crash_and_restart(will_recovery_delay_s=1)
+    pass_time(broker, 9)
+    assert await broker.history() == []
+    assert await wills(broker) == [b"gone"]
+    pass_time(broker, 1)
+    assert await broker.history() == [b"gone"]
+    assert await wills(broker) == []
+    pass_time(broker, 100)
+    assert await broker.history() == [b"gone"]
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_client_that_returns_within_the_delay_cancels_its_will(
+    durable_broker: Broker, restart: bool
+) -> None:
+    broker = durable_broker
+    await broker.sleeper(b"l", b"w")
+    client = await delayed(broker)
+    await client.cut()
+    pass_time(broker, 29)
+    if restart:
+        await broker.crash_and_restart()
+    client = await broker.connect(b"c", version=5)
+    assert await wills(broker) == []
+    pass_time(broker, 100)
+    await client.cut()
+    assert await broker.history() == []
+
+
+async def test_a_takeover_cancels_a_will_that_would_wait(broker: Broker) -> None:
+    """[MQTT5-3.1.3-9]: a new connection to this session before the delay is over."""
+    await broker.sleeper(b"l", b"w")
+    first = await delayed(broker)
+    second = await delayed(broker)
+    await first.closed()
+    assert await wills(broker) == [b"gone"]
+    pass_time(broker, 100)
+    assert await broker.history() == []
+    await second.cut()
+    pass_time(broker, 30)
+    assert await broker.history() == [b"gone"]
+
+
+@pytest.mark.parametrize("connected", [False, True])
+async def test_a_clean_start_ends_the_session_and_publishes_the_will(
+    broker: Broker, connected: bool
+) -> None:
+    await broker.sleeper(b"l", b"w")
+    client = await delayed(broker)
+    if not connected:
+        await client.cut()
+    await broker.connect(b"c", version=5, clean=True)
+    assert await broker.history() == [b"gone"]
+    assert await wills(broker) == []
+
+
+@pytest.mark.parametrize("expiry", [0, 10])
+async def test_a_will_waits_no_longer_than_its_session_is_kept(broker: Broker, expiry: int) -> None:
+    await broker.sleeper(b"l", b"w")
+    client = await delayed(broker, expiry=expiry)
+    await client.cut()
+    if expiry:
+        pass_time(broker, 9)
+        assert await broker.history() == []
+        pass_time(broker, 1)
+    assert await broker.history() == [b"gone"]
+
+
+async def test_a_will_of_a_session_that_expired_is_published_by_who_finds_it_so(
+    broker: Broker,
+) -> None:
+    await broker.sleeper(b"l", b"w")
+    client = await delayed(broker, expiry=10)
+    await client.cut()
+    broker.clock.advance(ms=10_000)
+    await broker.connect(b"c", version=5)  # before anything is done by the clock
+    assert await broker.history() == [b"gone"]
+
+
+async def test_a_session_that_expires_after_a_crash_publishes_its_will(broker: Broker) -> None:
+    await broker.sleeper(b"l", b"w")
+    await delayed(broker, 1_000, expiry=20)
+    await broker.crash_and_restart(will_recovery_delay_s=1)
+    broker.hub.wills.publish_orphans()
+    broker.clock.advance(ms=20_000)
+    assert await broker.history() == []
+    await broker.hub._expire()
+    assert await broker.history() == [b"gone"]
+    assert await wills(broker) == []
+
+
+async def test_disconnect_with_will_publishes_it_after_the_delay(broker: Broker) -> None:
+    await broker.sleeper(b"l", b"w")
+    client = await delayed(broker)
+    await client.disconnect(4, Properties(((SESSION_EXPIRY_S, 10),)))
+    pass_time(broker, 9)
+    assert await broker.history() == []
+    pass_time(broker, 1)
+    assert await broker.history() == [b"gone"]
+    client = await delayed(broker)
+    await client.disconnect()
+    pass_time(broker, 100)
+    assert await broker.history() == [b"gone"]
+
+
+async def test_the_delay_of_a_connection_that_died_with_the_broker_begins_at_the_start(
+    durable_broker: Broker,
+) -> None:
+    broker = durable_broker
+    await broker.sleeper(b"l", b"w")
+    await delayed(broker)
+    for _ in range(3):
+        await broker.crash_and_restart(will_recovery_delay_s=1)
+        broker.hub.wills.publish_orphans()
+        pass_time(broker, 9)
+    assert await broker.history() == []
+    pass_time(broker, 3)
+    assert await broker.history() == [b"gone"]
+    await broker.restart()
+    assert broker.hub.opened.wills == ()
+
+
+async def test_a_will_that_was_due_while_the_broker_was_away_waits_for_its_client(
+    broker: Broker,
+) -> None:
+    await broker.sleeper(b"l", b"w")
+    client = await delayed(broker)
+    await client.cut()
+    await broker.stop()
+    broker.clock.advance(ms=1_000_000)
+    await broker.start()
+    pass_time(broker, 9)
+    assert await broker.history() == []
+    pass_time(broker, 1)
+    assert await broker.history() == [b"gone"]
+
+
+async def test_clients_that_come_and_go_leave_no_deadlines_behind(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker_ext.wills.DUE_MAX", 10)
+    broker.hub.wills._due_max = 10
+    for _ in range(50):
+        await (await delayed(broker, 100_000)).cut()
+    assert len(broker.hub.wills._due) <= 12
+    pass_time(broker, 100_000)
+    assert await wills(broker) == []
+    assert broker.hub.figures.wills == 1
 
 
 # ------------------------------------------------------------------------ when things fail

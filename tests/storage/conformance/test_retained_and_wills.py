@@ -78,6 +78,7 @@ async def test_a_will_comes_back_with_every_field(db: Database) -> None:
             b"w", b"\x00", qos=2, flags=RETAINED, origin=b"dev", expires_ms=5, properties=b"\1"
         ),
         delay_s=4_294_967_295,
+        due_ms=NOW_MS,
     )
     assert await db.write(StoreWill(plain), StoreWill(full)) == [None, None]
     assert wills(await db.reopen()) == {A: plain, B: full}
