@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from storage.outbox.vocabulary import DeadLetter, Enqueue, OutboxOp, OutboxReads
+
 __all__ = [
     "BLOCK_BYTES_MAX",
     "BLOCK_ENTRIES_MAX",
@@ -360,6 +362,9 @@ class Advance:
     next_packet_id: to remember, None = unchanged.
     checkpoint: also bring the retention index up to this consumer's position (else it lags, which
         only holds pruning back).
+    enqueue: messages for the outbox, and dead: deliveries that are given up, in the same operation
+        (storage.outbox): so a sink moves its cursor and enqueues what it passed, a session settles
+        and leaves a dead letter, or neither happens.
     Outcome: None, Fenced or ClaimNotHeld; refused whole: every claim is checked before the first
     change.
     """
@@ -375,6 +380,8 @@ class Advance:
     released: Sequence[int] = ()
     next_packet_id: int | None = None
     checkpoint: bool = False
+    enqueue: Sequence[Enqueue] = ()
+    dead: Sequence[DeadLetter] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -520,6 +527,7 @@ Op: TypeAlias = (
     | StoreWill
     | DropWill
     | Prune
+    | OutboxOp
 )
 
 Outcome: TypeAlias = object
@@ -592,6 +600,11 @@ class Store(Protocol):
     """
 
     name: str
+
+    @property
+    def outbox(self) -> OutboxReads:
+        """Reads of the outbox; what is written to it are operations of batches."""
+        ...
 
     async def open(self, *, now_ms: int) -> Opened:
         """Open or create. Raises StoreLocked, StoreTooNew, StoreCorrupt, StoreUnavailable.

@@ -37,6 +37,7 @@ from storage.errors import ClaimNotHeld, Fenced, NotOwner, RecordDamaged
 from storage.kv import U64, U64_U16, U64_U64, ReadTxn, Space, WriteTxn, get_u64
 from storage.meta import read_ends
 from storage.names import filter_hash, is_shared, key_of, levels_match
+from storage.outbox import writing as outbox
 from storage.records import (
     NONE,
     Record,
@@ -325,6 +326,8 @@ def advance(txn: WriteTxn, _: History, op: Advance) -> None:
         record.cursor = op.cursor
     if op.next_packet_id is not None:
         record.next_packet_id = op.next_packet_id
+    if op.enqueue or op.dead:
+        outbox.add(txn, op.enqueue, op.dead, record.client_id)
     if op.checkpoint or lowest < record.indexed:
         _checkpoint(txn, record)
     _save(txn, record)

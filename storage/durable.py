@@ -38,6 +38,7 @@ from storage.identity import (
 )
 from storage.lock import DirectoryLock
 from storage.meta import FORMAT, Ends, Identity, MetaDamaged, read_ends, read_format, read_identity
+from storage.outbox.reading import Reads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     )
     from storage.engine import Engine
     from storage.kv import Database, ReadTxn, WriteTxn
+    from storage.outbox import OutboxReads
 
 __all__ = ["Durability", "DurableStore"]
 
@@ -90,6 +92,7 @@ class DurableStore(ABC):
         self._place: Place | None = None
         self._witness_ms = 0
         self._is_open = False
+        self.outbox: OutboxReads = Reads(self._read)
 
     # ------------------------------------------------------------------- what a backend provides
 

@@ -35,6 +35,18 @@ from storage.history import History
 from storage.kv import ReadTxn, Space, WriteTxn
 from storage.meta import Ends, Identity, read_ends
 from storage.names import key_of
+from storage.outbox import (
+    ClaimNext,
+    Enqueue,
+    ExpireMessages,
+    Extend,
+    Purge,
+    Reap,
+    Reissue,
+    Release,
+    Settle,
+    writing,
+)
 from storage.records import decode_will, encode_will
 from storage.retention import prune
 
@@ -75,9 +87,18 @@ _OPERATIONS: Final[dict[type, Callable[..., Outcome]]] = {
     StoreWill: _store_will,
     DropWill: _drop_will,
     Prune: prune,
+    Enqueue: writing.enqueue,
+    ClaimNext: writing.claim_next,
+    Extend: writing.extend,
+    Settle: writing.settle,
+    Release: writing.release,
+    Reap: writing.reap,
+    ExpireMessages: writing.expire_messages,
+    Reissue: writing.reissue,
+    Purge: writing.purge,
 }
 
-_FREEING: Final = (Discard, Expire, Prune, Detach)
+_FREEING: Final = (Discard, Expire, Prune, Detach, Purge, ExpireMessages)
 """Operations that make room: a batch of these alone may use what is kept back for them."""
 
 

@@ -33,8 +33,10 @@ __all__ = [
     "EntryDamaged",
     "EntryGone",
     "Fenced",
+    "MessageDamaged",
     "NotOwner",
     "RecordDamaged",
+    "ReissueRefused",
     "ResumeHistoryUnavailable",
     "ResumeRefused",
     "StoreCorrupt",
@@ -72,13 +74,51 @@ class Fenced(StoreRefusal):
 
 @dataclass(eq=True)
 class ClaimNotHeld(StoreRefusal):
-    """A claim that is settled under must exist; this one does not."""
+    """A claim that is settled under must exist; this one does not.
+
+    consumer_id: of a session's delivery; message_id: of a message of the outbox; the other is 0.
+    found: what the message is instead: a state ("waiting", "done", ...), "claimed" under another
+        acquisition, "lapsed", "gone", or "incomplete": the credential has a part missing.
+    """
 
     consumer_id: int
     claim: int
+    message_id: int = 0
+    found: str = ""
 
     def __str__(self) -> str:
+        if self.message_id:
+            return f"message {self.message_id}: claim {self.claim} is no longer held ({self.found})"
         return f"consumer {self.consumer_id}: claim {self.claim} is no longer held"
+
+
+@dataclass(eq=True)
+class ReissueRefused(StoreRefusal):
+    """A message cannot be reissued.
+
+    found: "live": ``live`` is a newer one for its key; "erased": it has no body; else its state, or
+        "gone".
+    """
+
+    message_id: int
+    found: str
+    live: int = 0
+
+    def __str__(self) -> str:
+        if self.live:
+            return f"message {self.message_id} has a newer one in its place: {self.live}"
+        return f"message {self.message_id} cannot be reissued: it is {self.found}"
+
+
+@dataclass(eq=True)
+class MessageDamaged(StoreRefusal):
+    """What is stored for a message of the outbox fails its checksum."""
+
+    message_id: int
+    code = 410
+
+    def __str__(self) -> str:
+        return f"message {self.message_id} of the outbox is damaged"
 
 
 @dataclass(eq=True)

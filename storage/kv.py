@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = [
+    "FIRST_FORMAT_SPACES",
     "KEY_BYTES_MAX",
     "U64",
     "U64_U16",
@@ -38,6 +39,10 @@ KEY_BYTES_MAX: Final = 511
 U64: Final = Struct(">Q")
 U64_U64: Final = Struct(">QQ")
 U64_U16: Final = Struct(">QH")
+
+
+FIRST_FORMAT_SPACES: Final = 19
+"""Spaces from here on came with a later format: an older database gets them when it is opened."""
 
 
 @unique
@@ -85,6 +90,26 @@ class Space(IntEnum):
     """name -> message"""
     WILL = 18
     """incarnation -> will"""
+    OUTBOX = 19
+    """message id u64 -> row (storage.outbox.rows)"""
+    OUTBOX_BODY = 20
+    """message id u64 -> message, while it may be sent or reissued"""
+    OUTBOX_QUEUE = 21
+    """b"n", name of a queue -> its number u64; b"q", number u64 -> its figures; b"e" -> the numbers
+    to be given next"""
+    OUTBOX_DUE = 22
+    """queue u64, due_ms u64, message id u64 -> nothing: waiting"""
+    OUTBOX_LEASE = 23
+    """until_ms u64, message id u64 -> nothing: claimed"""
+    OUTBOX_EXPIRY = 24
+    """expires_ms u64, message id u64 -> nothing: waiting, with a deadline"""
+    OUTBOX_ENDED = 25
+    """queue u64, u8 1 = dead, ended_ms u64, message id u64 -> nothing"""
+    OUTBOX_KEY = 26
+    """queue u64, b"i" or b"s", hash of the key -> message id u64: who has the idempotency key; the
+    live one of a supersede key"""
+    AUDIT = 27
+    """number u64 -> audit record (storage.outbox.rows)"""
 
 
 class ReadTxn(Protocol):

@@ -29,7 +29,7 @@ import lmdb
 
 from storage.durable import DurableStore
 from storage.errors import StoreFull, StoreUnavailable
-from storage.kv import Space
+from storage.kv import FIRST_FORMAT_SPACES, Space
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -139,7 +139,10 @@ class _LmdbDatabase:
             self._must_be_whole(env)
             with env.begin(write=True) as txn:  # handles last only if it is committed
                 names = [space.name.lower().encode() for space in Space]
-                return env, [env.open_db(name, txn, create=create) for name in names]
+                return env, [
+                    env.open_db(name, txn, create=create or number >= FIRST_FORMAT_SPACES)
+                    for number, name in enumerate(names)
+                ]
         except BaseException:
             env.close()
             raise

@@ -63,9 +63,23 @@ from storage.errors import (
     StoreRefusal,
     StoreUnavailable,
 )
+from storage.outbox import (
+    ClaimNext,
+    Enqueue,
+    ExpireMessages,
+    Extend,
+    Purge,
+    Reap,
+    Reissue,
+    Release,
+    Settle,
+)
+from storage.outbox.model import OutboxModel, OutboxTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from storage.outbox import AuditRecord, Backlog, Message, OutboxReads
 
 __all__ = ["MemoryStore"]
 
@@ -107,6 +121,7 @@ class _Tables:
     names: dict[int, bytes] = field(default_factory=dict)
     retained: dict[bytes, Entry] = field(default_factory=dict)
     wills: dict[bytes, Will] = field(default_factory=dict)
+    outbox: OutboxTables = field(default_factory=OutboxTables)
     ends: _Ends = field(default_factory=_Ends)
 
 
@@ -125,6 +140,8 @@ class MemoryStore:
         self._seen_ms = 0
         self._boot = 0
         self._tables = _Tables()
+        self._outbox = OutboxModel(lambda: self._tables.outbox, self._put)
+        self.outbox: OutboxReads = _OutboxReads(self)
         self._undo: list[Callable[[], None]] = []
         self._is_open = False
         self._pending: deque[asyncio.Handle] = deque()
@@ -316,6 +333,10 @@ class MemoryStore:
                 inbound=(snapshot.inbound | set(op.received)) - set(op.released),
             )
         )
+        for message in op.enqueue:
+            self._outbox.enqueue(message)
+        for letter in op.dead:
+            self._outbox.bury(letter, consumer.client_id)
 
     @_apply.register
     def _subscribe(self, op: Subscribe) -> None:
@@ -414,6 +435,44 @@ class MemoryStore:
         tables.ends = replace(tables.ends, floor=floor)
         self._fold_marks(op.marks_max)
         return Pruned(floor, blocks, payload_bytes, more)
+
+    @_apply.register
+    def _enqueue(self, op: Enqueue) -> Outcome:
+        return self._outbox.enqueue(op)
+
+    @_apply.register
+    def _claim_next(self, op: ClaimNext) -> Outcome:
+        return self._outbox.claim_next(op)
+
+    @_apply.register
+    def _extend(self, op: Extend) -> Outcome:
+        self._outbox.extend(op)
+        return None
+
+    @_apply.register
+    def _settle(self, op: Settle) -> Outcome:
+        return self._outbox.settle(op)
+
+    @_apply.register
+    def _release(self, op: Release) -> Outcome:
+        self._outbox.release(op)
+        return None
+
+    @_apply.register
+    def _reap(self, op: Reap) -> Outcome:
+        return self._outbox.reap(op)
+
+    @_apply.register
+    def _expire_messages(self, op: ExpireMessages) -> Outcome:
+        return self._outbox.expire_messages(op)
+
+    @_apply.register
+    def _reissue(self, op: Reissue) -> Outcome:
+        return self._outbox.reissue(op)
+
+    @_apply.register
+    def _purge(self, op: Purge) -> Outcome:
+        return self._outbox.purge(op)
 
     def _fold_marks(self, marks_max: int) -> None:
         """Forget the lowest marks: one at or below the coarse floor says nothing more."""
@@ -593,7 +652,32 @@ class MemoryStore:
             wrong += _wrong_in(snapshot, ends.next_consumer)
         if any(not message.payload for message in tables.retained.values()):
             wrong.append("a retained message is empty")
-        return wrong
+        return [*wrong, *self._outbox.wrong()]
+
+
+class _OutboxReads:
+    """storage.outbox.OutboxReads over the model."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self._store = store
+
+    def _model(self) -> OutboxModel:
+        self._store._must_be_open()  # noqa: SLF001 - it is the store's own half
+        return self._store._outbox  # noqa: SLF001
+
+    async def backlog(self) -> list[Backlog]:
+        return self._model().backlog()
+
+    async def dead_letters(
+        self, queue: bytes, after: tuple[int, int] = (0, 0), limit: int = 100
+    ) -> list[Message]:
+        return self._model().dead_letters(queue, after, limit)
+
+    async def show(self, message_id: int) -> Message | None:
+        return self._model().show(message_id)
+
+    async def audit(self, after: int = 0, limit: int = 100) -> list[AuditRecord]:
+        return self._model().audit(after, limit)
 
 
 def _wrong_in(snapshot: Snapshot, next_consumer: int) -> Iterator[str]:

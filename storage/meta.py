@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "Ends", "Identity", "MetaDamaged", "read_ends", "read_format", "read_identity"]
 
-FORMAT: Final = 1
-"""Of what is stored; a database with a higher number was written by a newer version."""
+FORMAT: Final = 2
+"""Of what is stored; a database with a higher number was written by a newer version. 2: with an
+outbox; one of 1 gets its spaces when it is opened (storage.kv)."""
 
 _FORMAT_KEY: Final = b"format"
 _IDENTITY_KEY: Final = b"identity"

@@ -36,17 +36,17 @@ PRAGMA journal_size_limit = 67108864;
 PRAGMA cache_size = -16384;
 
 -- name: create
--- Small rows: the key is the table's own order, so a row is found in one descent.
-CREATE TABLE {space} (k BLOB PRIMARY KEY, v BLOB NOT NULL) STRICT, WITHOUT ROWID;
+-- An older database has the tables of its format only. Small rows: the key is the table's own order, so a row is found in one descent.
+CREATE TABLE IF NOT EXISTS {space} (k BLOB PRIMARY KEY, v BLOB NOT NULL) STRICT, WITHOUT ROWID;
 
 -- name: create_large
 -- Rows that may be large: leaves hold the beginning of a value and a chain of pages the rest; in
 -- a table without rowids the inner pages would hold values as well.
-CREATE TABLE {space} (k BLOB PRIMARY KEY, v BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS {space} (k BLOB PRIMARY KEY, v BLOB NOT NULL) STRICT;
 
 -- name: create_numbered
 -- The history: its key is the first offset, and the next block always goes to the end.
-CREATE TABLE {space} (k INTEGER PRIMARY KEY, v BLOB NOT NULL) STRICT;
+CREATE TABLE IF NOT EXISTS {space} (k INTEGER PRIMARY KEY, v BLOB NOT NULL) STRICT;
 
 -- name: begin_write
 -- The lock is taken at the start: a transaction that began by reading could not wait for it.

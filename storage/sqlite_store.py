@@ -28,7 +28,7 @@ import aiosqlite
 
 from storage.durable import DurableStore
 from storage.errors import StoreFull, StoreUnavailable
-from storage.kv import Space
+from storage.kv import FIRST_FORMAT_SPACES, Space
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ VACUUM_PAGES: Final = 512
 _MAGIC: Final = b"SQLite format 3\x00"
 """How each file of SQLite begins."""
 
-_LARGE: Final = (Space.HELD, Space.RETAINED, Space.WILL)
+_LARGE: Final = (Space.HELD, Space.RETAINED, Space.WILL, Space.OUTBOX_BODY)
 _OFFSET_MAX: Final = (1 << 63) - 1
 
 
@@ -150,7 +150,7 @@ class _SqliteDatabase:
         execute = self._connection.execute
         synchronous = "FULL" if durability == "fsync" else "NORMAL"
         if writes and not create:
-            for sql in _GET:  # before anything that would change a file that is not ours
+            for sql in _GET[:FIRST_FORMAT_SPACES]:  # before anything would change another's file
                 execute(sql, (b"",)).close()
         if create:
             execute(_SQL["pragma_page"])
@@ -160,10 +160,11 @@ class _SqliteDatabase:
         execute(_SQL["pragma_checkpoint"])
         execute(_SQL["pragma_journal_limit"])
         execute(_SQL["pragma_cache"])
-        if create:
+        if create or writes:
             execute(_BEGIN_WRITE)
             for space in Space:
-                execute(_SQL[_create(space)].format(space=space.name.lower()))
+                if create or space >= FIRST_FORMAT_SPACES:
+                    execute(_SQL[_create(space)].format(space=space.name.lower()))
             execute(_COMMIT)
 
     def write(self, work: Callable[[WriteTxn], T], *, frees: bool = False) -> T:

@@ -35,6 +35,8 @@ from tests.exploration.loop import result_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
+    from storage.outbox import OutboxReads
+
 __all__ = ["ControlledStore", "OwnerOp", "Watch", "WatchedMemory"]
 
 OwnerOp = Advance | Subscribe | Unsubscribe | Bind | Detach | Discard
@@ -230,6 +232,10 @@ class ControlledStore:
 
     async def log(self) -> LogState:
         return await self.memory.log()
+
+    @property
+    def outbox(self) -> OutboxReads:
+        return self.memory.outbox
 
     async def check(self) -> list[str]:
         return await self.memory.check()

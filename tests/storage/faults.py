@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Store,
     )
     from storage.memory import MemoryStore
+    from storage.outbox import OutboxReads
 
 __all__ = ["FaultyStore", "Gate", "crash", "lose_tail", "restore"]
 
@@ -251,6 +252,11 @@ class FaultyStore:
     async def log(self) -> LogState:
         """As Store.log, unless it was told to fail or to hang."""
         return await self._read(self.inner.log())
+
+    @property
+    def outbox(self) -> OutboxReads:
+        """As Store.outbox."""
+        return self.inner.outbox
 
     # ---------------------------------------------------------------------------- life cycle
 

@@ -1,0 +1,146 @@
+"""The rows of the outbox as one operation works on them.
+
+Rule 1. ``Books.put`` is the only way a message changes: it brings every row by which the message is
+        found (rows.indexes), its body and the figures of its queue in line with the move.
+Rule 2. Figures and numbers are read once, kept here while the operation runs, and written by
+        ``close``. That they are damaged is MetaDamaged, which no refusal is: the batch fails.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from storage.blocks import Damage, decode_message, encode_message
+from storage.errors import MessageDamaged
+from storage.kv import U64, Space
+from storage.outbox.rows import (
+    ENDS_KEY,
+    FIGURES_PREFIX,
+    NAME_PREFIX,
+    Ends,
+    Queue,
+    Row,
+    indexes,
+)
+from storage.outbox.vocabulary import QUEUE_BYTES_MAX
+
+if TYPE_CHECKING:
+    from storage.api import Entry
+    from storage.kv import ReadTxn, WriteTxn
+
+__all__ = ["Books", "body_of", "read_ends", "read_queue", "row_of"]
+
+
+def row_of(txn: ReadTxn, message_id: int) -> Row | None:
+    """Raises MessageDamaged."""
+    raw = txn.get(Space.OUTBOX, U64.pack(message_id))
+    return None if raw is None else Row.unpack(message_id, raw)
+
+
+def body_of(txn: ReadTxn, row: Row) -> Entry | None:
+    """None if it was erased. Raises MessageDamaged."""
+    if not row.has_body:
+        return None
+    raw = txn.get(Space.OUTBOX_BODY, U64.pack(row.id))
+    try:
+        return decode_message(raw or b"")
+    except Damage:
+        raise MessageDamaged(row.id) from None
+
+
+def read_ends(txn: ReadTxn) -> Ends:
+    """Raises MetaDamaged."""
+    raw = txn.get(Space.OUTBOX_QUEUE, ENDS_KEY)
+    return Ends() if raw is None else Ends.unpack(raw)
+
+
+def read_queue(txn: ReadTxn, number: int) -> Queue:
+    """Raises MetaDamaged."""
+    raw = txn.get(Space.OUTBOX_QUEUE, FIGURES_PREFIX + U64.pack(number))
+    return Queue.unpack(number, raw or b"")
+
+
+class Books:
+    """One operation's view of the outbox. Make it, change rows, ``close`` it."""
+
+    __slots__ = ("_ends", "_queues", "txn")
+
+    def __init__(self, txn: WriteTxn) -> None:
+        self.txn = txn
+        self._ends: Ends | None = None
+        self._queues: dict[int, Queue] = {}
+
+    @property
+    def ends(self) -> Ends:
+        """The numbers to be given next; whoever takes one counts it up."""
+        if self._ends is None:
+            self._ends = read_ends(self.txn)
+        return self._ends
+
+    def queue(self, number: int) -> Queue:
+        """By its number."""
+        found = self._queues.get(number)
+        if found is None:
+            found = self._queues[number] = read_queue(self.txn, number)
+        return found
+
+    def find(self, name: bytes) -> Queue | None:
+        """By its name, None = it was never named."""
+        packed = self.txn.get(Space.OUTBOX_QUEUE, NAME_PREFIX + name)
+        return None if packed is None else self.queue(int.from_bytes(packed, "big"))
+
+    def named(self, name: bytes) -> Queue:
+        """By its name; made if it is new."""
+        found = self.find(name)
+        if found is None:
+            assert 0 < len(name) <= QUEUE_BYTES_MAX, "a queue's name has 1 to 255 bytes"
+            number = self.ends.queue
+            self.ends.queue += 1
+            self.txn.put(Space.OUTBOX_QUEUE, NAME_PREFIX + name, U64.pack(number))
+            found = self._queues[number] = Queue(name, number)
+        return found
+
+    def put(self, row: Row, before: Row | None) -> None:
+        """Write a message that is new (``before`` None) or moved."""
+        txn = self.txn
+        new = indexes(row)
+        counts = self.queue(row.queue).counts
+        if before is not None:
+            self._drop(row, before, new)
+            counts[before.state] -= 1
+        counts[row.state] += 1
+        for (space, key), value in new.items():
+            txn.put(space, key, value)
+        txn.put(Space.OUTBOX, U64.pack(row.id), row.pack())
+
+    def _drop(self, row: Row, before: Row, new: dict[tuple[Space, bytes], bytes]) -> None:
+        """Delete what no longer leads to a message, and its body if it is erased; of ``new``, what
+        is there already needs no write."""
+        for at in indexes(before):
+            if at in new:
+                del new[at]
+            else:
+                self.txn.delete(*at)
+        if before.has_body and not row.has_body:
+            self.txn.delete(Space.OUTBOX_BODY, U64.pack(row.id))
+
+    def put_body(self, message_id: int, body: Entry) -> None:
+        """Of a message that is new."""
+        self.txn.put(Space.OUTBOX_BODY, U64.pack(message_id), encode_message(body))
+
+    def delete(self, row: Row) -> None:
+        """Delete a message with all that leads to it."""
+        for at in indexes(row):
+            self.txn.delete(*at)
+        if row.has_body:
+            self.txn.delete(Space.OUTBOX_BODY, U64.pack(row.id))
+        self.txn.delete(Space.OUTBOX, U64.pack(row.id))
+        self.queue(row.queue).counts[row.state] -= 1
+
+    def close(self) -> None:
+        """Write figures and numbers."""
+        put = self.txn.put
+        for number, queue in self._queues.items():
+            put(Space.OUTBOX_QUEUE, FIGURES_PREFIX + U64.pack(number), queue.pack())
+        if self._ends is not None:
+            put(Space.OUTBOX_QUEUE, ENDS_KEY, self._ends.pack())
