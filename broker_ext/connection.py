@@ -523,6 +523,11 @@ class Connection(asyncio.Protocol):
         else:
             self.write(data)
 
+    @property
+    def awaiting(self) -> bool:
+        """An acknowledgement waits for a commit."""
+        return bool(self._waiting)
+
     def _committed(self) -> None:
         data = self._waiting.popleft().data
         if self.ended is None:

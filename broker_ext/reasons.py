@@ -17,6 +17,7 @@ class Reason(IntEnum):
     """A reason code, by what it says."""
 
     SUCCESS = 0x00
+    NO_MATCHING = 0x10
     NO_SUBSCRIPTION = 0x11
     UNSPECIFIED = 0x80
     MALFORMED = 0x81
@@ -30,6 +31,7 @@ class Reason(IntEnum):
     TAKEN_OVER = 0x8E
     FILTER_INVALID = 0x8F
     PACKET_TOO_LARGE = 0x95
+    QUOTA_EXCEEDED = 0x97
     SHARED_UNSUPPORTED = 0x9E
 
 

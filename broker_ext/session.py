@@ -13,12 +13,16 @@ from collections import deque
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol
 
 from broker_ext.options import PLAIN, gives_retained, options_of
+from broker_ext.reasons import Reason
 from broker_ext.wire import (
     PACKET_ID,
     PUBACK_HEAD,
     PUBCOMP_HEAD,
     PUBREC_HEAD,
     PUBREL_HEAD,
+    Puback,
+    Pubrec,
+    encode,
     variable_length,
 )
 from storage.api import RETAINED
@@ -87,6 +91,11 @@ class Peer(Protocol):
     packet_bytes_max: int
     """The largest packet that the client takes, 0 = any."""
 
+    @property
+    def awaiting(self) -> bool:
+        """An acknowledgement to the client waits for a commit."""
+        ...
+
     def write(self, data: bytes) -> None:
         """Send bytes, together with what else this turn of the loop brings."""
         ...
@@ -112,6 +121,11 @@ class Peer(Protocol):
     def finish(self, end: End) -> None:
         """Close the connection; its session is ended with this reason."""
         ...
+
+
+def _answer(qos: int, packet_id: int, reason: int) -> bytes:
+    """PUBACK or PUBREC of MQTT 5 with a reason code."""
+    return encode(Puback(packet_id, reason) if qos == 1 else Pubrec(packet_id, reason), 5)
 
 
 def publish_bytes(entry: Entry, qos: int, identifiers: bytes) -> int:
@@ -181,6 +195,7 @@ class Session:
     ) -> None:
         """A PUBLISH from this client: route it, and acknowledge it when it is safe to (P1, P5)."""
         publish = self.hub.router.publish
+        reason = 0
         if qos == 0:
             publish(
                 topic,
@@ -194,6 +209,11 @@ class Session:
             return
         stored = False
         if qos == 1 or packet_id not in self.inbound:
+            if self.peer.version == 5:
+                reason = self._reason(topic, payload, qos, properties, retain=retain)
+                if reason == Reason.QUOTA_EXCEEDED:
+                    self.peer.acknowledge(_answer(qos, packet_id, reason), stored=False)
+                    return
             stored = publish(
                 topic,
                 payload,
@@ -204,13 +224,35 @@ class Session:
                 properties=properties,
             )
         if qos == 1:
-            self.peer.acknowledge(PUBACK_HEAD + PACKET_ID[packet_id], stored=stored)
+            data = _answer(1, packet_id, reason) if reason else PUBACK_HEAD + PACKET_ID[packet_id]
+            self.peer.acknowledge(data, stored=stored)
             return
         if packet_id not in self.inbound:
             self.inbound.add(packet_id)
             stored |= self._remember(packet_id)
         # else: a repetition [MQTT-4.3.3-2]; its PUBREC queues behind the first one's commit
-        self.peer.acknowledge(PUBREC_HEAD + PACKET_ID[packet_id], stored=stored)
+        data = _answer(2, packet_id, reason) if reason else PUBREC_HEAD + PACKET_ID[packet_id]
+        self.peer.acknowledge(data, stored=stored)
+
+    def _reason(
+        self, topic: bytes, payload: bytes, qos: int, properties: bytes, *, retain: bool
+    ) -> int:
+        """What an MQTT 5 publisher is told of a message (QoS >= 1).
+
+        No matching subscribers: nobody will receive it, though it may be retained. Quota exceeded:
+        it is refused, and nobody receives it: it cannot be retained; or the disk is full. The
+        latter is said only where it can be said at once: behind an acknowledgement that waits for
+        the disk it would be told when it is no longer so, so there the message waits too (P11).
+        """
+        hub = self.hub
+        route = hub.router.route_of(topic, self.client_id)
+        is_written = route.log or retain or (qos == 2 and self.durable)
+        if (retain and not hub.retained.takes(topic, payload, properties)) or (
+            is_written and hub.committer.full and not self.peer.awaiting
+        ):
+            hub.figures.refused_quota += 1
+            return Reason.QUOTA_EXCEEDED
+        return Reason.NO_MATCHING if route.is_empty else 0
 
     def pubrel(self, packet_id: int) -> None:
         """PUBREL: the id is free again; an unknown one is answered too [MQTT-4.3.3-2]."""

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from storage.api import Batch, Entry, Op, Outcome, Retain, Store, StoreWill
-from storage.errors import StoreError, StoreUnavailable
+from storage.errors import StoreError, StoreFull, StoreUnavailable
 
 if TYPE_CHECKING:
     from storage.clock import Clock
@@ -108,6 +108,8 @@ class Committer:
         self.over = False
         self.batches = 0
         self.failing_since: float | None = None
+        self.full = False
+        """It cannot write since there is no space."""
         self.on_health: Callable[[StoreError | None], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._open = _Open()
@@ -307,6 +309,7 @@ class Committer:
             )
             if self.on_health is not None:
                 self.on_health(told)
+        self.full = isinstance(told, StoreFull)
         batch.fail_impatient(told)
         self._open.fail_impatient(told)
         if self._closed:
@@ -326,6 +329,7 @@ class Committer:
             return
         seconds = self.clock.monotonic() - self.failing_since
         self.failing_since = None
+        self.full = False
         self._retry_ms = RETRY_MS_MIN
         log.warning("the store writes again after %.1f s", seconds)
         if self.on_health is not None:
