@@ -1,0 +1,1 @@
+"""The same MQTT 5 device on four client libraries."""
