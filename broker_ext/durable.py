@@ -42,6 +42,7 @@ from storage.errors import (
     ResumeHistoryUnavailable,
     StoreError,
 )
+from storage.outbox import DeadLetter, Failure
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -214,6 +215,7 @@ class DurableSession(Session):
                 released=released,
                 next_packet_id=None if self._unknown else self.out.next_packet_id,
                 checkpoint=checkpoint,
+                dead=collected.dead,
             ),
             partial(self._saved, collected),
         )
@@ -319,12 +321,7 @@ class DurableSession(Session):
                 self._fetch()
                 return
             options = flight.options
-            if (entry.expires_ms or self.bytes_max) and self._is_undeliverable(
-                entry, flight.qos, options.identifiers, begun=flight.dup
-            ):
-                out.drop_next()
-                if not self._joined:
-                    self._join(lazy=True)
+            if (entry.expires_ms or self.bytes_max) and not self._may_send(flight, entry):
                 continue
             out.take()
             retain = entry.flags & RETAINED and (options.retain or flight.state & HELD)
@@ -338,6 +335,24 @@ class DurableSession(Session):
             )
             flight.entry = None
             self.hub.figures.delivered += 1
+
+    def _may_send(self, flight: Flight, entry: Entry) -> bool:
+        """Whether the next delivery is to be sent. If not, it is settled, and what is too large for
+        its client is a dead letter.
+
+        What may have been sent before is sent again even when its time is over: its delivery has
+        begun, and is to be brought to its end [MQTT5-3.3.2-5, MQTT5-4.4.0-1].
+        """
+        letter = None
+        if flight.dup or not (entry.expires_ms and self._is_over(entry)):
+            if not self._is_too_large(entry, flight.qos, flight.options.identifiers):
+                return True
+            now_ms = self.hub.clock.now_ms()
+            letter = DeadLetter(entry, Failure.TOO_LARGE, now_ms, flight.attempts)
+        self.out.drop_next(letter)
+        if not self._joined:
+            self._join(lazy=True)
+        return False
 
     def _fetch(self) -> None:
         if self._fetching is None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from broker_ext.options import Options
     from storage.api import Snapshot
+    from storage.outbox import DeadLetter
 
 __all__ = ["PACKET_IDS", "SETTLED", "Collected", "Flight", "Outbound"]
 
@@ -103,9 +104,10 @@ class Flight:
 class Collected:
     """What ``Outbound.collect`` hands to one write, and gets back when it is committed."""
 
-    __slots__ = ("claims", "flights", "held", "released", "settled", "unheld")
+    __slots__ = ("claims", "dead", "flights", "held", "released", "settled", "unheld")
 
     def __init__(self) -> None:
+        self.dead: list[DeadLetter] = []
         self.claims: list[Claim] = []
         self.settled: list[int] = []
         self.held: list[tuple[int, Entry]] = []
@@ -125,6 +127,7 @@ class Outbound:
 
     __slots__ = (
         "_claiming",
+        "_dead",
         "_dirty",
         "_held",
         "_receiving",
@@ -152,6 +155,7 @@ class Outbound:
         self.next_held = 1
         self.next_packet_id = 1
         self._claiming: list[Flight] = []
+        self._dead: list[DeadLetter] = []
         self._dirty: list[_Row] = []
         self._held: list[tuple[int, Entry]] = []
         self._unheld: list[int] = []
@@ -255,6 +259,7 @@ class Outbound:
             self._dirty = []
             out.unheld, self._unheld = self._unheld, []
             out.released, self._receiving = self._receiving, []
+            out.dead, self._dead = self._dead, []
         return out
 
     # --------------------------------------------------------------------------- settling
@@ -285,10 +290,15 @@ class Outbound:
         """A delivery that cannot be made, since its message is gone, counts as settled."""
         self._settle(flight)
 
-    def drop_next(self) -> None:
+    def drop_next(self, letter: DeadLetter | None = None) -> None:
         """The next delivery to send is settled instead of sent: no connection can have sent it, so
-        its packet id is free, or it is not to be sent at all [MQTT5-3.1.2-25]."""
+        its packet id is free, or it is not to be sent at all [MQTT5-3.1.2-25].
+
+        letter: what is left of it, in the same write.
+        """
         self._settle(self.take())
+        if letter is not None:
+            self._dead.append(letter)
 
     def puback(self, packet_id: int) -> bool:
         """PUBACK came. False: there is no such QoS 1 delivery under way; nothing happens."""

@@ -321,17 +321,14 @@ class Session:
     ) -> None:
         raise NotImplementedError
 
-    def _is_undeliverable(
-        self, entry: Entry, qos: int, identifiers: bytes, *, begun: bool = False
-    ) -> bool:
-        """Whether a message is not to be sent, since its time is over or since the client takes no
-        packet that large; it is counted then.
-
-        begun: an earlier connection may have sent it, so its delivery is to be brought to its end
-        even when its time is over [MQTT5-3.3.2-5, MQTT5-4.4.0-1].
-        """
-        if entry.expires_ms and not begun and self._is_over(entry):
+    def _is_undeliverable(self, entry: Entry, qos: int, identifiers: bytes) -> bool:
+        """Whether a message is not to be sent; it is counted then."""
+        if entry.expires_ms and self._is_over(entry):
             return True
+        return self._is_too_large(entry, qos, identifiers)
+
+    def _is_too_large(self, entry: Entry, qos: int, identifiers: bytes) -> bool:
+        """Whether the client takes no packet that large [MQTT5-3.1.2-24]; counted then."""
         if self.bytes_max and publish_bytes(entry, qos, identifiers) > self.bytes_max:
             self.hub.figures.too_large += 1
             return True

@@ -21,6 +21,7 @@ from broker_ext.wire.properties import (
     USER_PROPERTY,
 )
 from storage.api import Entry
+from storage.outbox import SESSIONS, Failure
 from tests.broker.mqtt import running, will
 
 if TYPE_CHECKING:
@@ -309,8 +310,9 @@ async def test_a_message_with_no_time_to_live_is_delivered_to_nobody(broker: Bro
 
 @pytest.mark.parametrize("clean", [False, True])
 async def test_what_is_too_large_for_the_client_is_settled_unsent(
-    broker: Broker, clean: bool
+    durable_broker: Broker, clean: bool
 ) -> None:
+    broker = durable_broker
     small = Properties(((PACKET_BYTES_MAX, 200),))
     client = await broker.connect(b"s", clean=clean, version=5, properties=small)
     await client.subscribe((b"t", 2))
@@ -326,6 +328,20 @@ async def test_what_is_too_large_for_the_client_is_settled_unsent(
     if not clean:
         await broker.turns(lambda: broker.is_idle(b"s"))
         assert await broker.unsettled(b"s") == []
+        letters = await broker.store.inner.outbox.dead_letters(SESSIONS)
+        assert [
+            (m.destination, m.failure, m.message and m.message._replace(offset=m.offset))
+            for m in letters
+        ] == [
+            (b"s", Failure.TOO_LARGE, entry)
+            for entry in await _history_of(broker)
+            if len(entry.payload) + len(entry.properties) > 150
+        ]
+
+
+async def _history_of(broker: Broker) -> list[Entry]:
+    chunk = await broker.store.inner.read(0, lambda _: 2, entries_max=100, bytes_max=1 << 20)
+    return [entry for entry, _ in chunk.entries]
 
 
 async def test_the_largest_packet_that_a_client_takes_is_sent(broker: Broker) -> None:
