@@ -15,13 +15,11 @@ make room.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import shutil
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -30,6 +28,7 @@ import lmdb
 from storage.durable import DurableStore
 from storage.errors import StoreFull, StoreUnavailable
 from storage.kv import FIRST_FORMAT_SPACES, Space
+from storage.worker import Jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -262,52 +261,19 @@ def _mapped(error: lmdb.Error) -> Exception:
     return error
 
 
-class _Worker:
-    """A thread with a queue. Each job is run, then its callback is called in the event loop."""
+class _Worker(Jobs):
+    """A thread with a queue."""
 
     def __init__(self, name: str) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[tuple[Callable[[], Any], Callable[[Any], None]] | None]
-        self._jobs = SimpleQueue()
-        self._thread = Thread(target=self._run, name=name, daemon=True)
+        super().__init__()
+        self._thread = Thread(target=self.serve, name=name, daemon=True)
         self._thread.start()
-
-    def _run(self) -> None:
-        tell = self._loop.call_soon_threadsafe
-        while (work := self._jobs.get()) is not None:
-            job, done = work
-            try:
-                result = job()
-            except BaseException as error:  # noqa: BLE001 - it is handed to whoever asked
-                result = error
-            with suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                tell(done, result)
-            del work, job, done, result  # a batch is not kept while there is nothing to do
-
-    def post(self, job: Callable[[], Any], done: Callable[[Any], None]) -> None:
-        """Run a job after those before it; ``done`` gets its result or its exception."""
-        self._jobs.put((job, done))
-
-    async def run(self, job: Callable[[], T]) -> T:
-        """Run a job after those before it."""
-        future: asyncio.Future[T] = self._loop.create_future()
-        self.post(job, partial(_settle, future))
-        return await future
 
     async def stop(self) -> None:
         """Finish what was posted, and end."""
         await self.run(lambda: None)
-        self._jobs.put(None)
+        self.end()
         self._thread.join()
-
-
-def _settle(future: asyncio.Future[T], result: T | BaseException) -> None:
-    if future.cancelled():
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)
 
 
 class LmdbStore(DurableStore):

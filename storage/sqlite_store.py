@@ -2,8 +2,8 @@
 
 aiosqlite gives each connection a thread and runs one call at a time in it. A batch is many
 statements, and a hop for each would cost more than the statements; so the connection is one of
-ours whose ``commit`` does a whole piece of work, and ``await connection.commit()`` is one hop for
-one batch. One connection writes, another reads, both in WAL mode.
+ours whose ``commit`` serves a queue of batches (storage.worker) until it is closed: one call of
+aiosqlite, one hop for each batch. One connection writes, another reads, both in WAL mode.
 
 A commit with ``synchronous=FULL`` syncs the write-ahead log. Another process that holds the write
 lock (a backup, a console) makes commits wait, up to BUSY_MS, and nothing else: the transaction
@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
-from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -29,6 +28,7 @@ import aiosqlite
 from storage.durable import DurableStore
 from storage.errors import StoreFull, StoreUnavailable
 from storage.kv import FIRST_FORMAT_SPACES, Space
+from storage.worker import Jobs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -259,37 +259,23 @@ _UNAVAILABLE: Final = (
 )
 
 
-class _Job:
-    """A piece of work for a connection's thread, and what came of it."""
-
-    __slots__ = ("result", "work")
-
-    def __init__(self, work: Callable[[Database], Any]) -> None:
-        self.work = work
-        self.result: Any = None
-
-
 class _Connection(sqlite3.Connection):
-    """A connection whose ``commit`` does the next job; aiosqlite calls it in its thread."""
+    """A connection whose ``commit`` serves a queue; aiosqlite calls it in its thread."""
 
-    jobs: deque[_Job]
+    jobs: Jobs
     database: _SqliteDatabase
 
     def commit(self) -> None:
-        """Do the next job; what it raises is its result."""
-        job = self.jobs.popleft()
-        try:
-            job.result = job.work(self.database)
-        except BaseException as error:  # noqa: BLE001 - it is handed to whoever asked
-            job.result = error
+        """Do jobs until there is an end."""
+        self.jobs.serve()
 
 
 class _Worker:
     """A connection, its thread, and the jobs on their way to it."""
 
     def __init__(self, file: Path, *, create: bool) -> None:
-        self._jobs: deque[_Job] = deque()
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._jobs = Jobs()
+        self._serving: asyncio.Task[None] | None = None
         self.database: _SqliteDatabase
         self._aio = aiosqlite.connect(
             f"{file.absolute().as_uri()}?mode={'rwc' if create else 'rw'}",
@@ -313,36 +299,21 @@ class _Worker:
     async def start(self) -> None:
         """Start the thread and open the file."""
         await self._aio
+        self._serving = asyncio.ensure_future(self._aio.commit())
 
-    async def _do(self, work: Callable[[Any], T], done: Callable[[Any], None] | None) -> T | None:
-        job = _Job(work)
-        self._jobs.append(job)  # and commit() queues its call before it first waits: FIFO
-        await self._aio.commit()
-        if done is not None:
-            done(job.result)
-            return None
-        if isinstance(job.result, BaseException):
-            raise job.result
-        result: T = job.result
-        return result
-
-    def post(
-        self, work: Callable[[Any], T], done: Callable[[Any], None] | None
-    ) -> asyncio.Task[T | None]:
-        """Do a job after those before it; tasks start in the order they are made."""
-        task = asyncio.get_running_loop().create_task(self._do(work, done))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+    def post(self, work: Callable[[Any], T], done: Callable[[Any], None]) -> None:
+        """Do a job after those before it; ``done`` gets its result or its exception."""
+        self._jobs.post(partial(work, self.database), done)
 
     async def run(self, work: Callable[[Any], T]) -> T:
         """Do a job after those before it, and wait for it."""
-        return await self.post(work, None)  # type: ignore[return-value]
+        return await self._jobs.run(partial(work, self.database))
 
     async def stop(self) -> None:
         """Finish what was posted, close the file, end the thread."""
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        self._jobs.end()
+        if self._serving is not None:
+            await asyncio.wait([self._serving])
         await self._aio.close()
 
 
