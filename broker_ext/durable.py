@@ -45,7 +45,7 @@ from storage.errors import (
 from storage.outbox import DeadLetter, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from broker_ext.hub import Hub
     from broker_ext.options import Options
@@ -59,7 +59,7 @@ log = logging.getLogger("amqtt_durable.session")
 AHEAD_MIN: Final = 1024
 """Deliveries claimed ahead of the window: a drain then waits for a commit every few hundred."""
 TAIL_WALK_MAX: Final = 512
-"""Entries of the committer's tail that a session that is behind looks through itself; when it is
+"""Batches in the committer's memory that a session that is behind looks through itself; when it is
 further behind, the store's planner finds what it missed at less cost."""
 FETCH_MAX: Final = 128
 """Deliveries of earlier connections whose messages are read at a time."""
@@ -411,15 +411,23 @@ class DurableSession(Session):
         if self.live or self.sealed or self._holds or self._reading is not None:
             return
         if not self.hub.router.guarded:
-            tail = self._tail()
-            if tail is not None:
-                self._claim_tail(tail)
+            near = self._near()
+            if near is not None:
+                self._claim_near(near)
                 return
         self._reading = asyncio.ensure_future(self._read())
         self._reading.add_done_callback(self._task_done)
 
+    def _near(self) -> Iterable[Entry] | None:
+        """What is wanted after the cursor, if it is in memory and a short walk, or not committed
+        yet."""
+        replay = self.replay
+        return self.committer.wanted_since(
+            self.cursor, replay.topics, replay.accepts, stretches_max=TAIL_WALK_MAX
+        )
+
     def _tail(self) -> list[Entry] | None:
-        """What comes after the cursor, if it is in memory and short, or not committed yet."""
+        """All that comes after the cursor, if it is in memory and little, or not committed yet."""
         committer, cursor = self.committer, self.cursor
         if committer.last - cursor > TAIL_WALK_MAX and cursor < committer.head:
             return None
@@ -441,11 +449,11 @@ class DurableSession(Session):
             )
         return self._replay
 
-    def _claim_tail(self, tail: list[Entry]) -> bool:
+    def _claim_near(self, near: Iterable[Entry]) -> bool:
         granted = self.replay.granted
-        return self._claim_all([(e, granted(e)) for e in tail], self.committer.last)
+        return self._claim_all(((e, granted(e)) for e in near), self.committer.last)
 
-    def _claim_all(self, entries: Sequence[tuple[Entry, int]], through: int) -> bool:
+    def _claim_all(self, entries: Iterable[tuple[Entry, int]], through: int) -> bool:
         """Claim what is wanted of ``entries``, in order; move the cursor. False: no more room."""
         out = self.out
         options = self.replay.options
@@ -497,9 +505,10 @@ class DurableSession(Session):
         epoch = self._epoch
         guarded = self.hub.router.guarded
         replay = self.replay
-        tail = self._tail()
-        if tail is not None and not guarded:
-            return self._claim_tail(tail)
+        near = None if guarded else self._near()
+        if near is not None:
+            return self._claim_near(near)
+        tail = self._tail() if guarded else None
         if tail is not None:
             if not tail:
                 self._reached()

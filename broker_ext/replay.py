@@ -64,7 +64,11 @@ class Replay:
         self.wanted = tuple(w for w in self._all if w.qos)
         self.skips = skips
         self.reader = reader
-        self._accept = matcher([(w.filter, w.qos) for w in self.wanted])
+        self.accepts = matcher([(w.filter, w.qos) for w in self.wanted])
+        """Topic -> the highest QoS of the filters that match it, 0 = none."""
+        is_exact = not any(b"+" in w.filter or b"#" in w.filter for w in self.wanted)
+        self.topics = tuple({w.filter for w in self.wanted}) if is_exact else None
+        """All that ``accepts`` takes, None = not known."""
         self._newest_from = max((w.from_offset for w in self._all), default=0)
         self._is_plain = not any(w.options or w.identifier for w in self._all)
         self._found: dict[tuple[bytes, bool], tuple[int, Options]] = {}
@@ -73,7 +77,7 @@ class Replay:
         """The QoS an entry is to be delivered with, 0 = not at all (P10)."""
         if not self._is_plain:
             return min(self._look(entry)[0], entry.qos)
-        qos = self._accept(entry.topic)
+        qos = self.accepts(entry.topic)
         if qos and entry.offset <= self._newest_from:
             qos = self._find(entry)[0]
         return min(qos, entry.qos)
@@ -124,7 +128,7 @@ class Replay:
         try:
             chunk = await self.store.read(
                 after,
-                self._accept,
+                self.accepts,
                 filters=[w.filter for w in self.wanted],
                 entries_max=READ_ENTRIES_MAX,
                 bytes_max=READ_BYTES_MAX,

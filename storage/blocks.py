@@ -163,6 +163,7 @@ class Block:
     __slots__ = (
         "_bodies_at",
         "_ends",
+        "_positions",
         "_raw",
         "_rows",
         "count",
@@ -198,6 +199,7 @@ class Block:
         self._bodies_at: int = bodies_at
         self._rows: list[_Row] = []
         self._ends: list[int] = []
+        self._positions: dict[bytes, list[int]] = {}
 
     @property
     def last(self) -> int:
@@ -212,6 +214,17 @@ class Block:
             sizes = (row[0] for row in self._rows)
             self._ends = list(accumulate(sizes, initial=self._bodies_at))
         return self._rows
+
+    def positions(self) -> dict[bytes, list[int]]:
+        """Topic -> where its entries are, in order, as the table says. Worth it for a block that
+        several look into, each for topics of its own."""
+        if not self._positions:
+            found: dict[int, list[int]] = {}
+            for position, row in enumerate(self.rows()):
+                found.setdefault(row[3], []).append(position)
+            names = self.names
+            self._positions = {names[n]: at for n, at in found.items() if n < len(names)}
+        return self._positions
 
     def entry(self, position: int) -> Entry:
         """Decode an entry. Raises Damage with its offset."""

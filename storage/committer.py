@@ -25,8 +25,11 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from storage.api import Batch, Entry, Op, Outcome, Retain, Store, StoreWill
 from storage.errors import StoreError, StoreFull, StoreUnavailable
+from storage.recent import Recent
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from storage.clock import Clock
 
 __all__ = ["Committer", "Done", "Participant"]
@@ -118,8 +121,7 @@ class Committer:
         self._handle: asyncio.Handle | None = None
         self._hurry = False
         self._retry_ms = RETRY_MS_MIN
-        self._recent: deque[tuple[list[Entry], int]] = deque()
-        self._recent_bytes = 0
+        self._recent = Recent()
         self._room: list[Callable[[], None]] = []
         self._watchers: list[asyncio.Future[None]] = []
         self._idle: asyncio.Event = asyncio.Event()
@@ -252,8 +254,7 @@ class Committer:
         self._flying = batch
         self._bytes += batch.appended_bytes
         if batch.entries:
-            self._recent.append((batch.entries, batch.appended_bytes))
-            self._recent_bytes += batch.appended_bytes
+            self._recent.add(batch.entries, batch.appended_bytes)
         self._send(batch)
 
     def _send(self, batch: _Open) -> None:
@@ -272,7 +273,7 @@ class Committer:
         self._bytes -= batch.appended_bytes
         if batch.entries:
             self.head = batch.entries[-1].offset
-            self._trim()
+            self._recent.trim(TAIL_BYTES_MAX, self.head)
         if self._hurry:
             self._flush()
         elif not self._open.participants:
@@ -408,24 +409,27 @@ class Committer:
         """All entries after ``offset``, committed or not; None if some are no longer in memory."""
         if offset >= self.last:
             return []
-        out: list[Entry] = []
-        if self._open.entries:
-            if self._open.entries[0].offset <= offset + 1:
-                return self._open.entries[offset + 1 - self._open.entries[0].offset :]
-            out = [*self._open.entries]
-        for entries, _ in reversed(self._recent):
-            first = entries[0].offset
-            if first <= offset + 1:
-                return entries[offset + 1 - first :] + out
-            out = entries + out
-        return None
+        return self._recent.since(offset, self._open.entries)
 
-    def _trim(self) -> None:
-        recent = self._recent
-        while (
-            self._recent_bytes > TAIL_BYTES_MAX and recent and recent[0][0][-1].offset <= self.head
-        ):
-            self._recent_bytes -= recent.popleft()[1]
+    def wanted_since(
+        self,
+        offset: int,
+        topics: Sequence[bytes] | None,
+        accepts: Callable[[bytes], object],
+        *,
+        stretches_max: int,
+    ) -> Iterable[Entry] | None:
+        """Of those, the ones whose topic ``accepts`` takes. None, too, if they lie in more than
+        ``stretches_max`` batches and the store has some of them: its planner finds them at less
+        cost.
+
+        topics: all that ``accepts`` takes, None = not known. To be used up before the next append.
+        """
+        if offset >= self.last:
+            return ()
+        if offset >= self.head:  # flying and open: nobody else has them
+            stretches_max = max(stretches_max, 1)
+        return self._recent.wanted_since(offset, self._open.entries, topics, accepts, stretches_max)
 
     # --------------------------------------------------------------------------- the end
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from typing import TYPE_CHECKING, Final
 
 from storage.api import Chunk, Entry
@@ -22,6 +23,7 @@ from storage.blocks import GRAVESTONE, Block, Damage, encode_block
 from storage.errors import EntryDamaged, EntryGone
 from storage.kv import U64, Space
 from storage.meta import Ends, read_ends
+from storage.names import literal_prefix
 from storage.retention import Marks
 from storage.topics import (
     TAIL_BLOCKS_MAX,
@@ -34,7 +36,7 @@ from storage.topics import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from storage.api import Accept, Missed
     from storage.kv import ReadTxn, WriteTxn
@@ -61,6 +63,9 @@ _DENSITY_MAX: Final = 0.5
 SHARED_BLOCKS_MAX: Final = 256
 SHARED_BYTES_MAX: Final = 64 << 10
 """Blocks kept taken apart, and the largest of them: at most 16 MiB."""
+
+_NAMES_FEW: Final = 3
+"""Names in a block up to which its entries are looked at one by one: all of them match, or most."""
 
 _LOOK_MAX: Final = 10_000
 """Topic names looked at under wildcards before the scan is taken to be cheaper."""
@@ -154,16 +159,24 @@ def read(
     start = max(after, ends.floor)
     if start >= ends.head:
         return Chunk([], ends.head, ends.head, loss)
-    reading = _Reading(txn, ends, grant, start, entries_max, bytes_max)
+    reading = _Reading(txn, ends, grant, start, entries_max, bytes_max, _exact(filters))
     through = reading.run(_plan(txn, ends, start, grant, filters))
     return Chunk(reading.taken, through, ends.head, loss)
+
+
+def _exact(filters: Sequence[bytes]) -> Sequence[bytes] | None:
+    """The topics that can match; None = not known."""
+    literals = [literal_prefix(topic_filter) for topic_filter in filters]
+    if literals and all(is_exact for _, is_exact in literals):
+        return tuple({topic for topic, _ in literals})
+    return None
 
 
 @dataclass(slots=True)
 class _Reading:
     """The work on each block, whatever the plan.
 
-    start: entries above it are wanted.
+    start: entries above it are wanted. exact: the topics that can match, None = not known.
     """
 
     txn: ReadTxn
@@ -172,6 +185,7 @@ class _Reading:
     start: int
     entries_max: int
     bytes_left: int
+    exact: Sequence[bytes] | None
     taken: list[tuple[Entry, int]] = field(default_factory=list)
 
     def run(self, blocks: Iterator[tuple[int, Block | None]]) -> int:
@@ -190,27 +204,56 @@ class _Reading:
 
     def take(self, block: Block) -> int | None:
         """Take what matches in a block. Where to stop, if the chunk is full."""
-        qos_of = [self.grant(name) for name in block.names]
-        if block.is_sound and not any(qos_of):
-            return None
-        rows = block.rows()
-        for position in range(max(self.start + 1 - block.first, 0), block.count):
-            topic = rows[position][3]
-            if block.is_sound and not qos_of[topic]:
-                continue
+        if not block.is_sound:
+            return self.take_what_is_sound(block)
+        for position in self.matching(block):
             try:
                 entry = block.entry(position)
             except Damage as damage:
-                if block.is_sound:
-                    raise EntryDamaged(damage.offset, block.names[topic]) from None
-                if any(qos_of):
+                topic = block.names[block.rows()[position][3]]
+                raise EntryDamaged(damage.offset, topic) from None
+            if (stopped := self.took(entry, self.grant(entry.topic))) is not None:
+                return stopped
+        return None
+
+    def matching(self, block: Block) -> Iterable[int]:
+        """Where the entries that match are in a block whose table is sound, in order."""
+        begin = max(self.start + 1 - block.first, 0)
+        if len(block.names) <= _NAMES_FEW:
+            qos_of = [self.grant(name) for name in block.names]
+            if all(qos_of):
+                return range(begin, block.count)
+            if not any(qos_of):
+                return ()
+            rows = block.rows()
+            return [at for at in range(begin, block.count) if qos_of[rows[at][3]]]
+        positions = block.positions()
+        topics = self.exact if self.exact is not None else positions
+        found = [positions[name] for name in topics if name in positions and self.grant(name)]
+        some = found[0] if len(found) == 1 else sorted(chain.from_iterable(found))
+        return [at for at in some if at >= begin] if begin else some
+
+    def take_what_is_sound(self, block: Block) -> int | None:
+        """The same where the table is damaged: each entry says for itself what it is."""
+        is_wanted = any(map(self.grant, block.names))
+        for position in range(max(self.start + 1 - block.first, 0), block.count):
+            try:
+                entry = block.entry(position)
+            except Damage as damage:
+                if is_wanted:
                     raise EntryDamaged(damage.offset) from None
                 continue
-            if qos := self.grant(entry.topic):
-                self.bytes_left -= len(entry.topic) + len(entry.payload)
-                if self.taken and (len(self.taken) == self.entries_max or self.bytes_left < 0):
-                    return entry.offset - 1
-                self.taken.append((entry, qos))
+            qos = self.grant(entry.topic)
+            if qos and (stopped := self.took(entry, qos)) is not None:
+                return stopped
+        return None
+
+    def took(self, entry: Entry, qos: int) -> int | None:
+        """Take an entry. Where to stop instead, if the chunk is full."""
+        self.bytes_left -= len(entry.topic) + len(entry.payload)
+        if self.taken and (len(self.taken) == self.entries_max or self.bytes_left < 0):
+            return entry.offset - 1
+        self.taken.append((entry, qos))
         return None
 
     def look_into_damage(self, first: int) -> None:

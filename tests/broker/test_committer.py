@@ -539,6 +539,39 @@ async def test_since_returns_everything_after_an_offset_committed_or_not(
     gate.release()
 
 
+async def test_what_is_wanted_since_an_offset_is_found_by_topic_in_order(
+    store: FaultyStore,
+) -> None:
+    committer = Committer(store, ManualClock(), head=0)
+    topics = (b"a", b"b", b"c")
+    entries: list[Entry] = []
+
+    def append(count: int) -> None:
+        for _ in range(count):
+            entries.append(committer.append(topics[len(entries) % 3], b"", 1))
+
+    append(40)
+    await committed(committer)
+    append(3)
+    await committed(committer)
+    gate = store.hang_submit()
+    append(25)
+    await gate.reached.wait()
+    append(4)
+    for wanted in ((b"b",), (b"c", b"a"), (b"d",), topics, None):
+        accepted = topics[1:] if wanted is None else wanted
+        for offset in range(len(entries) + 1):
+            found = committer.wanted_since(offset, wanted, accepted.__contains__, stretches_max=3)
+            assert found is not None
+            assert list(found) == [e for e in entries[offset:] if e.topic in accepted]
+    assert committer.wanted_since(0, (b"b",), (b"b",).__contains__, stretches_max=2) is None
+    assert committer.wanted_since(43, (b"b",), (b"b",).__contains__, stretches_max=0) is not None
+    gate.release()
+    await committer.drain()
+    assert committer.wanted_since(43, (b"b",), (b"b",).__contains__, stretches_max=0) is None
+    committer.close()
+
+
 async def test_since_says_none_when_it_does_not_remember(store: FaultyStore) -> None:
     committer = Committer(store, ManualClock(), head=0)
     block = bytes(TAIL_BYTES_MAX // 4 - ENTRY_OVERHEAD_BYTES)
@@ -549,7 +582,7 @@ async def test_since_says_none_when_it_does_not_remember(store: FaultyStore) -> 
     tail = committer.since(7)
     assert tail is not None
     assert [entry.offset for entry in tail] == [8]
-    assert committer._recent_bytes <= TAIL_BYTES_MAX
+    assert committer._recent.size <= TAIL_BYTES_MAX
     restarted = Committer(store, ManualClock(), head=8)
     assert restarted.since(7) is None
     assert restarted.since(8) == []
