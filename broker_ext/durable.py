@@ -59,8 +59,8 @@ log = logging.getLogger("amqtt_durable.session")
 AHEAD_MIN: Final = 1024
 """Deliveries claimed ahead of the window: a drain then waits for a commit every few hundred."""
 TAIL_WALK_MAX: Final = 512
-"""Batches in the committer's memory that a session that is behind looks through itself; when it is
-further behind, the store's planner finds what it missed at less cost."""
+"""Stretches of the committer's memory (storage.recent) that a session that is behind looks through
+itself; when it is further behind, the store's planner finds what it missed at less cost."""
 FETCH_MAX: Final = 128
 """Deliveries of earlier connections whose messages are read at a time."""
 

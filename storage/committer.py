@@ -420,7 +420,7 @@ class Committer:
         stretches_max: int,
     ) -> Iterable[Entry] | None:
         """Of those, the ones whose topic ``accepts`` takes. None, too, if they lie in more than
-        ``stretches_max`` batches and the store has some of them: its planner finds them at less
+        ``stretches_max`` stretches and the store has some of them: its planner finds them at less
         cost.
 
         topics: all that ``accepts`` takes, None = not known. To be used up before the next append.

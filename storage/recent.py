@@ -1,13 +1,15 @@
 """The newest entries, kept in memory: what a consumer that is a little behind need not read.
 
-A *stretch* is what one batch appended. Who comes for a few topics does not look at every entry: a
-stretch knows where each topic is in it, once somebody asked. When 500 sessions come back at once,
-each for its own topic, that is the difference between 500 walks and one.
+They lie in *stretches* of some batches each. Who comes for a few topics does not look at every
+entry: a stretch knows where each topic is in it, once somebody asked. When 500 sessions come back
+at once, each for its own topic, that is the difference between 500 walks and one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
+from itertools import chain, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
@@ -16,35 +18,43 @@ if TYPE_CHECKING:
 
     from storage.api import Entry
 
-__all__ = ["Recent"]
+__all__ = ["STRETCH_ENTRIES_MAX", "Recent"]
 
-SCAN_MAX: Final = 8
-"""Entries of a stretch that are looked at one by one."""
+STRETCH_ENTRIES_MAX: Final = 1024
+STRETCH_BYTES_MAX: Final = 256 << 10
+"""A batch joins the stretch before it up to here; a larger one has one of its own. What is
+forgotten is forgotten by the stretch."""
 _OFFSET: Final = attrgetter("offset")
 
 
 class _Stretch:
     """size: bytes that count against what is kept."""
 
-    __slots__ = ("_of_topic", "entries", "first", "size")
+    __slots__ = ("_indexed", "_of_topic", "entries", "first", "size")
 
     def __init__(self, entries: list[Entry], size: int) -> None:
-        self.entries = entries
+        self.entries = entries.copy()  # the batch is the store's
         self.first = entries[0].offset
         self.size = size
         self._of_topic: dict[bytes, list[Entry]] = {}
+        self._indexed = 0
+
+    def has_room(self, entries: list[Entry], size: int) -> bool:
+        """Whether a batch may join."""
+        return (
+            len(self.entries) + len(entries) <= STRETCH_ENTRIES_MAX
+            and self.size + size <= STRETCH_BYTES_MAX
+        )
 
     def wanted(
         self, topics: Sequence[bytes] | None, accepts: Callable[[bytes], object]
     ) -> Sequence[Entry]:
         """Entries of these topics, or of those that ``accepts`` takes, in order."""
-        entries = self.entries
-        if len(entries) <= SCAN_MAX:
-            return [entry for entry in entries if accepts(entry.topic)]
         of_topic = self._of_topic
-        if not of_topic:
-            for entry in entries:
+        if self._indexed < len(self.entries):
+            for entry in islice(self.entries, self._indexed, None):
                 of_topic.setdefault(entry.topic, []).append(entry)
+            self._indexed = len(self.entries)
         if topics is None:
             topics = [topic for topic in of_topic if accepts(topic)]
         found = [of_topic[topic] for topic in topics if topic in of_topic]
@@ -53,8 +63,8 @@ class _Stretch:
         if len(found) == 1:
             return found[0]
         if len(found) == len(of_topic):
-            return entries
-        return sorted((entry for some in found for entry in some), key=_OFFSET)
+            return self.entries
+        return sorted(chain.from_iterable(found), key=_OFFSET)
 
 
 class Recent:
@@ -66,8 +76,13 @@ class Recent:
 
     def add(self, entries: list[Entry], size: int) -> None:
         """The next batch. size: its bytes."""
-        self._stretches.append(_Stretch(entries, size))
         self.size += size
+        last = self._stretches[-1] if self._stretches else None
+        if last is not None and last.has_room(entries, size):
+            last.entries += entries
+            last.size += size
+        else:
+            self._stretches.append(_Stretch(entries, size))
 
     def trim(self, size_max: int, head: int) -> None:
         """Forget the oldest above ``size_max`` bytes; not what is above ``head``."""
@@ -132,8 +147,9 @@ class Recent:
         for stretch in stretches:
             found = stretch.wanted(topics, accepts)
             if stretch.first <= offset:
-                found = [entry for entry in found if entry.offset > offset]
-            yield from found
+                yield from found[bisect_right(found, offset, key=_OFFSET) :]
+            else:
+                yield from found
         for entry in following:
             if accepts(entry.topic):
                 yield entry

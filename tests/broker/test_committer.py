@@ -22,6 +22,7 @@ from storage.clock import ManualClock
 from storage.committer import ENTRY_OVERHEAD_BYTES, LAZY_MS, TAIL_BYTES_MAX, Committer
 from storage.errors import Fenced, StoreError, StoreFull, StoreUnavailable
 from storage.memory import MemoryStore
+from storage.recent import STRETCH_ENTRIES_MAX
 from tests.storage.faults import FaultyStore
 
 if TYPE_CHECKING:
@@ -550,25 +551,30 @@ async def test_what_is_wanted_since_an_offset_is_found_by_topic_in_order(
         for _ in range(count):
             entries.append(committer.append(topics[len(entries) % 3], b"", 1))
 
-    append(40)
+    append(STRETCH_ENTRIES_MAX - 4)
     await committed(committer)
-    append(3)
+    append(7)
     await committed(committer)
     gate = store.hang_submit()
     append(25)
     await gate.reached.wait()
     append(4)
+    first = len(entries) - 36  # where the second stretch begins
     for wanted in ((b"b",), (b"c", b"a"), (b"d",), topics, None):
         accepted = topics[1:] if wanted is None else wanted
-        for offset in range(len(entries) + 1):
-            found = committer.wanted_since(offset, wanted, accepted.__contains__, stretches_max=3)
+        for offset in (0, 1, 2, *range(first - 5, len(entries) + 1)):
+            found = committer.wanted_since(offset, wanted, accepted.__contains__, stretches_max=2)
             assert found is not None
             assert list(found) == [e for e in entries[offset:] if e.topic in accepted]
-    assert committer.wanted_since(0, (b"b",), (b"b",).__contains__, stretches_max=2) is None
-    assert committer.wanted_since(43, (b"b",), (b"b",).__contains__, stretches_max=0) is not None
+
+    def is_near(offset: int, most: int) -> bool:
+        return committer.wanted_since(offset, None, bool, stretches_max=most) is not None
+
+    assert not is_near(first - 1, 1)
+    assert is_near(first, 1)
+    assert not is_near(committer.head - 1, 0)
+    assert is_near(committer.head, 0), "what is not committed is in memory alone"
     gate.release()
-    await committer.drain()
-    assert committer.wanted_since(43, (b"b",), (b"b",).__contains__, stretches_max=0) is None
     committer.close()
 
 
