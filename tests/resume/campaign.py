@@ -120,7 +120,11 @@ class InProcess:
         await asyncio.to_thread(self.site.kill)
 
     def copy(self, number: int) -> None:
-        shutil.copytree(self.site.data, self.site.folder / f"copy-{number}")
+        shutil.copytree(
+            self.site.data,
+            self.site.folder / f"copy-{number}",
+            ignore=shutil.ignore_patterns("*.sock"),
+        )
 
     def restore(self, number: int) -> None:
         self.site.restore(self.site.folder / f"copy-{number}")
