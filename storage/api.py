@@ -651,7 +651,7 @@ class Store(Protocol):
         ...
 
     async def retained(self, after: bytes | None = None, limit: int = 1000) -> list[Entry]:
-        """Retained messages in topic order, a page at a time (``after``: topic of the last)."""
+        """Retained messages in a stable order, a page at a time (``after``: topic of the last)."""
         ...
 
     async def log(self) -> LogState:

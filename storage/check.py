@@ -229,7 +229,7 @@ class _Walk:
         counted: Counter[bytes] = Counter()
         for key, row in self.txn.scan(Space.FILTER):
             counted[row[8:]] = int.from_bytes(row[:8], "big")
-            if key != key_of(row[8:]):
+            if key != self.txn.place(Space.FILTER, key_of(row[8:])):
                 yield "a filter is counted under another name"
         if counted != self.filters:
             yield f"{len(counted)} filters are counted, consumers have {len(self.filters)}"
@@ -253,8 +253,10 @@ class _Walk:
             yield f"it has {len(durable)} durable subscriptions, {record.durable} are counted"
         if record.needed_from != min((sub.from_offset for sub in durable), default=0):
             yield f"its subscriptions do not begin at {record.needed_from}"
-        hashes = {key for key, _ in rows_of(self.txn, Space.SUBSCRIPTION, record.id)}
-        if hashes != {filter_hash(sub.filter) for sub in subs}:
+        packed_id = U64.pack(record.id)
+        keys = {packed_id + key for key, _ in rows_of(self.txn, Space.SUBSCRIPTION, record.id)}
+        place = self.txn.place
+        if keys != {place(Space.SUBSCRIPTION, packed_id + filter_hash(sub.filter)) for sub in subs}:
             yield "a subscription is stored under another filter"
 
     def _deliveries(self, record: Record) -> Iterator[str]:
@@ -322,7 +324,7 @@ def _retained(txn: ReadTxn) -> Iterator[str]:
         except Damage:
             yield f"retained message {row} is damaged"
             continue
-        if key != key_of(message.topic):
+        if key != txn.place(Space.RETAINED, key_of(message.topic)):
             yield f"retained message {row} is stored under another topic"
         if not message.payload:
             yield f"retained message {row} is empty"

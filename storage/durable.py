@@ -39,6 +39,8 @@ from storage.identity import (
 from storage.lock import DirectoryLock
 from storage.meta import FORMAT, Ends, Identity, MetaDamaged, read_ends, read_format, read_identity
 from storage.outbox.reading import Reads
+from storage.rekey import Resealing, reseal
+from storage.sealing import guarded, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -58,8 +60,10 @@ if TYPE_CHECKING:
         Snapshot,
     )
     from storage.engine import Engine
+    from storage.keyring import Keyring
     from storage.kv import Database, ReadTxn, WriteTxn
     from storage.outbox import OutboxReads
+    from storage.sealing import Seals
 
 __all__ = ["Durability", "DurableStore"]
 
@@ -78,13 +82,25 @@ class DurableStore(ABC):
     directory: holds the database, its sidecar and the lock; made if it is missing.
     durability: "fsync" = a batch is on disk when it is reported; "os" = the operating system has
         it, so that it survives a crash of the process but perhaps not of the machine.
+    keyring: what is written is sealed with its current key (storage.sealing), with the names of
+        topics if ``seal_topics``; None = nothing is sealed, and a sealed database is refused.
     """
 
     name: str
 
-    def __init__(self, directory: Path, *, durability: Durability = "fsync") -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        durability: Durability = "fsync",
+        keyring: Keyring | None = None,
+        seal_topics: bool = False,
+    ) -> None:
         self.directory = directory
         self.durability = durability
+        self._keyring = keyring
+        self._seal_topics = seal_topics
+        self._seals: Seals | None = None
         self._file = directory / FILES[self.name]
         self._sidecar = directory / f"{FILES[self.name]}.identity.json"
         self._lock = DirectoryLock(directory)
@@ -123,7 +139,8 @@ class DurableStore(ABC):
     # ----------------------------------------------------------------------------- life cycle
 
     async def open(self, *, now_ms: int) -> Opened:
-        """Open or create. Raises StoreLocked, StoreTooNew, StoreCorrupt, StoreUnavailable."""
+        """Open or create. Raises StoreLocked, StoreTooNew, StoreCorrupt, StoreUnavailable,
+        SealKeyMissing, SealKeyWrong."""
         if self._is_open:
             raise StoreUnusable(str(self.directory), "it is open already")
         try:
@@ -203,6 +220,8 @@ class DurableStore(ABC):
             )
             raise StoreTooNew(str(self.directory), reason)
         identity, ends = database.read(lambda txn: (read_identity(txn), read_ends(txn)))
+        self._seals = self._unlocked(database, identity, is_new=is_new)
+        database = guarded(database, self._seals)
         place = self._place = place_of(self._file)
         minted = "created" if is_new else self._changed(identity, ends, place)
         if minted:
@@ -219,6 +238,18 @@ class DurableStore(ABC):
         Sidecar.of(identity, ends.head, place).write(self._sidecar)
         self._witness_ms = now_ms
         return opened
+
+    def _unlocked(
+        self, database: Database, identity: Identity, *, is_new: bool = False
+    ) -> Seals | None:
+        return unlock(
+            database,
+            identity.db_id,
+            self._keyring,
+            path=str(self.directory),
+            seal_topics=self._seal_topics,
+            is_new=is_new,
+        )
 
     def _changed(self, identity: Identity, ends: Ends, place: Place) -> str:
         try:
@@ -263,6 +294,7 @@ class DurableStore(ABC):
         """Apply and commit a batch, or nothing of it. In the writer's thread."""
         writer = self._engine
         assert writer is not None, "an open store has an engine"
+        database = guarded(database, self._seals)
         try:
             outcomes = database.write(partial(writer.apply, batch), frees=engine.frees(batch))
         except Exception as error:  # noqa: BLE001 - whatever it is, the submitter is told
@@ -274,13 +306,61 @@ class DurableStore(ABC):
             self._write_sidecar()
         return outcomes
 
+    # ------------------------------------------------------------------------------- sealing
+
+    async def seal_with(self, keyring: Keyring, *, seal_topics: bool = False) -> list[str]:
+        """Seal what is written from now on with the current key of another ring, which must have
+        all keys that something is sealed with. The ids of those keys, the current one first.
+
+        Raises SealKeyMissing, SealKeyWrong, StoreUnavailable; then nothing changed.
+        """
+
+        def job(database: Database) -> list[str]:
+            before = self._keyring, self._seal_topics
+            self._keyring, self._seal_topics = keyring, self._seal_topics or seal_topics
+            try:
+                identity = database.read(read_identity)
+                self._seals = seals = self._unlocked(database, identity)
+            except BaseException:
+                self._keyring, self._seal_topics = before
+                raise
+            assert seals is not None, "there are keys"
+            return seals.key_ids
+
+        return await self._sealing(job)
+
+    async def reseal(self) -> Resealing:
+        """One step of sealing everything with the current key, in one transaction; see
+        storage.rekey. When it has come to the end, no other key is needed any more.
+
+        Raises StoreFull, StoreUnavailable; the step can be tried again.
+        """
+
+        def job(database: Database) -> Resealing:
+            assert self._seals is not None, "it is sealed"
+            found, self._seals = reseal(database, self._seals)
+            return found
+
+        done = await self._sealing(job)
+        if done.is_done:
+            await self._in_writer(lambda database: database.scrub())
+        return done
+
+    async def _sealing(self, job: Callable[[Database], T]) -> T:
+        if not self._is_open:
+            raise StoreUnavailable("the store is not open")
+        try:
+            return await self._in_writer(job)
+        except MetaDamaged as error:
+            raise StoreUnavailable(f"{self._file.name}: {error}") from error
+
     # --------------------------------------------------------------------------------- reads
 
     async def _read(self, work: Callable[[ReadTxn], T]) -> T:
         if not self._is_open:
             raise StoreUnavailable("the store is not open")
         try:
-            return await self._in_reader(lambda database: database.read(work))
+            return await self._in_reader(lambda database: guarded(database, self._seals).read(work))
         except MetaDamaged as error:
             raise StoreUnavailable(f"{self._file.name}: {error}") from error
 
@@ -330,7 +410,7 @@ class DurableStore(ABC):
         return [record.consumer for record in records]
 
     async def retained(self, after: bytes | None = None, limit: int = 1000) -> list[Entry]:
-        """Retained messages in topic order, a page at a time."""
+        """Retained messages in the order of their keys, a page at a time."""
         return await self._read(partial(engine.retained_page, after=after, limit=limit))
 
     async def log(self) -> LogState:

@@ -32,8 +32,8 @@ from storage.api import (
 from storage.blocks import Damage, decode_message, encode_message
 from storage.errors import RecordDamaged, StoreRefusal
 from storage.history import History
-from storage.kv import ReadTxn, Space, WriteTxn
-from storage.meta import Ends, Identity, read_ends
+from storage.kv import U64, ReadTxn, Space, WriteTxn
+from storage.meta import Ends, Identity, MetaDamaged, read_ends
 from storage.names import key_of
 from storage.outbox import (
     ClaimNext,
@@ -165,10 +165,14 @@ def frees(batch: Batch) -> bool:
 
 
 def filter_counts(txn: ReadTxn) -> tuple[FilterCount, ...]:
-    """The distinct durable filters."""
-    return tuple(
-        FilterCount(row[8:], int.from_bytes(row[:8], "big")) for _, row in txn.scan(Space.FILTER)
-    )
+    """The distinct durable filters. Raises MetaDamaged: without one of them messages would not be
+    logged for those who wait for them."""
+    found: list[FilterCount] = []
+    for _, row in txn.scan(Space.FILTER):
+        if len(row) <= U64.size:
+            raise MetaDamaged("a filter of its sessions is damaged")
+        found.append(FilterCount(row[U64.size :], int.from_bytes(row[: U64.size], "big")))
+    return tuple(found)
 
 
 def wills(txn: ReadTxn) -> tuple[Will, ...]:
@@ -184,7 +188,7 @@ def wills(txn: ReadTxn) -> tuple[Will, ...]:
 
 def retained_page(txn: ReadTxn, after: bytes | None, limit: int) -> list[Entry]:
     """Retained messages in the order of their keys; those that are damaged are left out."""
-    start = b"" if after is None else key_of(after) + b"\x00"
+    start = b"" if after is None else txn.place(Space.RETAINED, key_of(after)) + b"\x00"
     found: list[Entry] = []
     for _, raw in txn.scan(Space.RETAINED, start):
         if len(found) == limit:

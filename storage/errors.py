@@ -13,10 +13,13 @@ StoreError
 +-- EntryGone               410 an entry was pruned
 +-- StoreUnavailable        503 the disk or the database does not answer; try again
 |   +-- StoreFull           507 no space (disk, LMDB map)
++-- KeysUnusable            the keys in a file or a variable cannot be read
 +-- StoreUnusable           the store cannot be opened, and trying again does not help
     +-- StoreLocked         another process has it
     +-- StoreTooNew         written by a newer version
     +-- StoreCorrupt        what is on disk is not what was written
+    +-- SealKeyMissing      403 it is sealed with a key that was not given
+    +-- SealKeyWrong        403 the key of this id is another one
 
 Fields first, text in ``__str__``; callers match class or ``code``, never the text. No payload, no
 password and no key is ever a field.
@@ -33,12 +36,15 @@ __all__ = [
     "EntryDamaged",
     "EntryGone",
     "Fenced",
+    "KeysUnusable",
     "MessageDamaged",
     "NotOwner",
     "RecordDamaged",
     "ReissueRefused",
     "ResumeHistoryUnavailable",
     "ResumeRefused",
+    "SealKeyMissing",
+    "SealKeyWrong",
     "StoreCorrupt",
     "StoreError",
     "StoreFull",
@@ -239,6 +245,39 @@ class StoreLocked(StoreUnusable):
 
     def __str__(self) -> str:
         return f"{self.path} is in use by process {self.pid}: {self.reason}"
+
+
+@dataclass(eq=True)
+class SealKeyMissing(StoreUnusable):
+    """Something in the database is sealed with a key that was not given."""
+
+    key_id: str
+    code = 403
+
+    def __str__(self) -> str:
+        return f"{self.path}: key {self.key_id!r} is missing: {self.reason}"
+
+
+@dataclass(eq=True)
+class SealKeyWrong(StoreUnusable):
+    """The key that was given under this id is not the one that the database was sealed with."""
+
+    key_id: str
+    code = 403
+
+    def __str__(self) -> str:
+        return f"{self.path}: key {self.key_id!r} is wrong: {self.reason}"
+
+
+@dataclass(eq=True)
+class KeysUnusable(StoreError):
+    """Keys cannot be read. source: the file or $VARIABLE. Nothing of a key is in it (P13)."""
+
+    source: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the keys in {self.source} cannot be used: {self.reason}"
 
 
 class StoreTooNew(StoreUnusable):

@@ -115,6 +115,17 @@ class Space(IntEnum):
 class ReadTxn(Protocol):
     """One state of the database, as it was committed when the transaction began."""
 
+    @property
+    def hides_names(self) -> bool:
+        """Rows of TOPIC, RETAINED, FILTER and SUBSCRIPTION may not be in the order of the names
+        they are found by (storage.sealing)."""
+        ...
+
+    def place(self, space: Space, key: bytes) -> bytes:
+        """Where the row of ``key`` stands among those that ``scan`` gives; where names are not
+        hidden, that is the key itself."""
+        ...
+
     def get(self, space: Space, key: bytes) -> bytes | None:
         """The value at ``key``, or None."""
         ...
@@ -157,6 +168,11 @@ class Database(Protocol):
 
     def read(self, work: Callable[[ReadTxn], T]) -> T:
         """Run ``work`` in a read transaction. Raises StoreUnavailable, and what it raises."""
+        ...
+
+    def scrub(self) -> None:
+        """Leave as little as can be of rows that were replaced or deleted. In the writer's thread;
+        nothing depends on it."""
         ...
 
     def close(self) -> None:

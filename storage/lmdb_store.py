@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from storage.api import Outcome
     from storage.durable import Durability
+    from storage.keyring import Keyring
     from storage.kv import Database, ReadTxn, WriteTxn
 
 __all__ = ["LmdbStore"]
@@ -68,10 +69,14 @@ class _Txn:
     """storage.kv.WriteTxn over a transaction of LMDB."""
 
     __slots__ = ("_dbs", "_txn")
+    hides_names = False
 
     def __init__(self, txn: lmdb.Transaction[bytes], dbs: list[Any]) -> None:
         self._txn = txn
         self._dbs = dbs
+
+    def place(self, _: Space, key: bytes) -> bytes:
+        return key
 
     def get(self, space: Space, key: bytes) -> bytes | None:
         return self._txn.get(key, None, self._dbs[space])
@@ -246,6 +251,9 @@ class _LmdbDatabase:
             self._env, self._dbs = self._open(create=False)
             self._env.set_mapsize(size)
 
+    def scrub(self) -> None:
+        """See storage.kv.Database. Free pages keep what was in them until they are used again."""
+
     def close(self) -> None:
         """See storage.kv.Database."""
         self._env.close()
@@ -291,8 +299,10 @@ class LmdbStore(DurableStore):
         *,
         durability: Durability = "fsync",
         map_bytes_max: int | None = None,
+        keyring: Keyring | None = None,
+        seal_topics: bool = False,
     ) -> None:
-        super().__init__(directory, durability=durability)
+        super().__init__(directory, durability=durability, keyring=keyring, seal_topics=seal_topics)
         self._map_bytes_max = map_bytes_max
         self._database: _LmdbDatabase | None = None
         self._writer: _Worker | None = None

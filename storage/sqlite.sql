@@ -35,6 +35,10 @@ PRAGMA journal_size_limit = 67108864;
 -- 16 MiB of pages: the inner pages of all tables and the tails that are written to.
 PRAGMA cache_size = -16384;
 
+-- name: pragma_erase
+-- Of a sealed database: what is deleted is overwritten with zeros, in pages and in free ones.
+PRAGMA secure_delete = ON;
+
 -- name: create
 -- An older database has the tables of its format only. Small rows: the key is the table's own order, so a row is found in one descent.
 CREATE TABLE IF NOT EXISTS {space} (k BLOB PRIMARY KEY, v BLOB NOT NULL) STRICT, WITHOUT ROWID;
@@ -95,6 +99,14 @@ SELECT k, v FROM {space} WHERE k >= ?1 ORDER BY k DESC;
 -- name: checkpoint
 -- Copies what it can from the write-ahead log to the database, without waiting for anybody.
 PRAGMA wal_checkpoint(PASSIVE);
+
+-- name: checkpoint_all
+-- Copies all of the write-ahead log, waiting for readers, and cuts it to nothing.
+PRAGMA wal_checkpoint(TRUNCATE);
+
+-- name: vacuum_all
+-- Gives every free page back to the disk.
+PRAGMA incremental_vacuum;
 
 -- name: free_pages
 -- Pages that a Prune freed and nothing uses yet.

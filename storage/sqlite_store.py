@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from storage.api import Outcome
     from storage.durable import Durability
+    from storage.keyring import Keyring
     from storage.kv import Database, ReadTxn, WriteTxn
 
 __all__ = ["SqliteStore"]
@@ -102,10 +103,14 @@ class _Txn:
     """storage.kv.WriteTxn over a connection with an open transaction."""
 
     __slots__ = ("_execute", "written_bytes")
+    hides_names = False
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._execute = connection.execute
         self.written_bytes = 0
+
+    def place(self, _: Space, key: bytes) -> bytes:
+        return key
 
     def get(self, space: Space, key: bytes) -> bytes | None:
         at = key if space is not Space.HISTORY else _number(key)
@@ -145,8 +150,11 @@ class _SqliteDatabase:
         self._connection = connection
         self.unchecked_bytes = 0
 
-    def prepare(self, durability: Durability, *, create: bool, writes: bool) -> None:
-        """Set the connection up; make the tables, or see that they are there."""
+    def prepare(
+        self, durability: Durability, *, create: bool, writes: bool, erases: bool = False
+    ) -> None:
+        """Set the connection up; make the tables, or see that they are there. erases: what is
+        deleted is overwritten."""
         execute = self._connection.execute
         synchronous = "FULL" if durability == "fsync" else "NORMAL"
         if writes and not create:
@@ -160,6 +168,8 @@ class _SqliteDatabase:
         execute(_SQL["pragma_checkpoint"])
         execute(_SQL["pragma_journal_limit"])
         execute(_SQL["pragma_cache"])
+        if erases:
+            execute(_SQL["pragma_erase"])
         if create or writes:
             execute(_BEGIN_WRITE)
             for space in Space:
@@ -222,6 +232,16 @@ class _SqliteDatabase:
                     connection.execute(_ROLLBACK)
         except sqlite3.Error as error:
             raise _mapped(error) from error
+
+    def scrub(self) -> None:
+        """See storage.kv.Database: give back all free pages, and empty the write-ahead log."""
+        execute = self._connection.execute
+        try:
+            execute(_SQL["vacuum_all"]).fetchall()
+            execute(_SQL["checkpoint_all"]).fetchall()
+        except sqlite3.Error as error:
+            # what is left is written over sooner or later
+            log.warning("free pages and write-ahead log were not emptied: %s", error)
 
     def close(self) -> None:
         """See storage.kv.Database."""
@@ -322,8 +342,15 @@ class SqliteStore(DurableStore):
 
     name = "sqlite"
 
-    def __init__(self, directory: Path, *, durability: Durability = "fsync") -> None:
-        super().__init__(directory, durability=durability)
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        durability: Durability = "fsync",
+        keyring: Keyring | None = None,
+        seal_topics: bool = False,
+    ) -> None:
+        super().__init__(directory, durability=durability, keyring=keyring, seal_topics=seal_topics)
         self._writer: _Worker | None = None
         self._reader: _Worker | None = None
         self._keeper: _Worker | None = None
@@ -357,7 +384,11 @@ class SqliteStore(DurableStore):
         worker = _Worker(file, create=create)
         await worker.start()
         prepare = partial(
-            _SqliteDatabase.prepare, durability=self.durability, create=create, writes=writes
+            _SqliteDatabase.prepare,
+            durability=self.durability,
+            create=create,
+            writes=writes,
+            erases=self._keyring is not None,
         )
         try:
             await worker.run(prepare)

@@ -198,7 +198,8 @@ def forget(txn: WriteTxn, numbers: Iterable[int], through: int) -> None:
 def matching(
     txn: ReadTxn, filters: Sequence[bytes], accepts: Callable[[bytes], object], look_max: int
 ) -> list[int] | None:
-    """Ids of the topics that match; None when more than ``look_max`` would have to be looked at."""
+    """Ids of the topics that match; None when they cannot be told, or not without a look at more
+    than ``look_max``."""
     looked = 0
     found: set[int] = set()
     for topic_filter in filters:
@@ -209,16 +210,26 @@ def matching(
             if number is not None and accepts(prefix):
                 found.add(number)
         else:
-            start = prefix[:KEPT_BYTES]
-            rows = txn.scan(Space.TOPIC, start, _after_prefix(start))
-            for key, packed_id in islice(rows, look_max - looked + 1):
+            for name, packed_id in islice(_begins_with(txn, prefix), look_max - looked + 1):
                 looked += 1
-                name = key if len(key) <= KEPT_BYTES else txn.get(Space.TOPIC_NAME, packed_id)
-                if name is not None and accepts(name):
+                if not name:  # it cannot be read: any topic may be behind it
+                    return None
+                if accepts(name):
                     found.add(int.from_bytes(packed_id, "big"))
         if looked > look_max:
             return None
     return sorted(found)
+
+
+def _begins_with(txn: ReadTxn, prefix: bytes) -> Iterator[tuple[bytes | None, bytes]]:
+    """(name, id) of the topics that begin so; of all topics, where names are hidden."""
+    if txn.hides_names:
+        for packed_id, name in txn.scan(Space.TOPIC_NAME):
+            yield name, packed_id
+        return
+    start = prefix[:KEPT_BYTES]
+    for key, packed_id in txn.scan(Space.TOPIC, start, _after_prefix(start)):
+        yield key if len(key) <= KEPT_BYTES else txn.get(Space.TOPIC_NAME, packed_id), packed_id
 
 
 def _after_prefix(prefix: bytes) -> bytes | None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from storage.api import Opened
     from storage.files import Kind
+    from storage.keyring import Keyring
     from storage.kv import ReadTxn, WriteTxn
 
 __all__ = ["LONG", "Files", "content", "populate"]
@@ -45,6 +46,8 @@ class Files:
 
     path: Path
     kind: Kind
+    keyring: Keyring | None = None
+    seal_topics: bool = False
 
     @property
     def data(self) -> Path:
@@ -66,7 +69,7 @@ class Files:
         """A store in ``data``, not open."""
         data = data or self.data
         kind = kind or self.kind
-        backend = OnDisk(kind, data.parent)
+        backend = OnDisk(kind, data.parent, self.keyring, seal_topics=self.seal_topics)
         backend._path = data
         return Database(backend)
 

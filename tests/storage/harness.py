@@ -35,6 +35,7 @@ from storage.api import (
     Subscription,
     Will,
 )
+from storage.keyring import Key, Keyring
 from storage.memory import MemoryStore
 from tests.storage.faults import restore
 
@@ -96,14 +97,29 @@ def scratch() -> Iterator[Path]:
 
 
 class OnDisk:
-    """A directory, and a new store for each opening."""
+    """A directory, and a new store for each opening; sealed, if there are keys."""
 
-    def __init__(self, kind: Literal["lmdb", "sqlite"], path: Path) -> None:
+    def __init__(
+        self,
+        kind: Literal["lmdb", "sqlite"],
+        path: Path,
+        keyring: Keyring | None = None,
+        *,
+        seal_topics: bool = False,
+    ) -> None:
         self._kind: Literal["lmdb", "sqlite"] = kind
-        self._path = path / kind
+        self._path = path / (kind if keyring is None else f"{kind}-sealed")
+        self.keyring = keyring
+        self.seal_topics = seal_topics
 
     def start(self) -> Store:
-        return open_store(self._kind, self._path, durability="os")
+        return open_store(
+            self._kind,
+            self._path,
+            durability="os",
+            keyring=self.keyring,
+            seal_topics=self.seal_topics,
+        )
 
     def back_up(self) -> None:
         copytree(self._path, self._path.with_suffix(".backup"))
@@ -117,6 +133,15 @@ BACKENDS: Final[dict[str, Callable[[Path], Backend]]] = {
     "memory": Memory,
     "lmdb": partial(OnDisk, "lmdb"),
     "sqlite": partial(OnDisk, "sqlite"),
+}
+
+KEYRING: Final = Keyring([Key("test-1", b"1" * 32)])
+
+SEALED: Final[dict[str, Callable[[Path], Backend]]] = {
+    "lmdb, sealed": partial(OnDisk, "lmdb", keyring=KEYRING),
+    "lmdb, topics sealed": partial(OnDisk, "lmdb", keyring=KEYRING, seal_topics=True),
+    "sqlite, sealed": partial(OnDisk, "sqlite", keyring=KEYRING),
+    "sqlite, topics sealed": partial(OnDisk, "sqlite", keyring=KEYRING, seal_topics=True),
 }
 
 

@@ -63,6 +63,7 @@ from storage.memory import MemoryStore
 from tests.storage.harness import (
     BACKENDS,
     NOW_MS,
+    SEALED,
     Database,
     Memory,
     counts,
@@ -78,7 +79,9 @@ if TYPE_CHECKING:
 
     from storage.api import LogState, Op, Outcome
 
-OTHERS: Final = {name: make for name, make in BACKENDS.items() if name != "memory"}
+OTHERS: Final = {name: make for name, make in BACKENDS.items() if name != "memory"} | {
+    name: SEALED[name] for name in ("lmdb, topics sealed", "sqlite, sealed")
+}
 
 LONG: Final = b"n" * 600
 TEAM: Final = GROUP + b"team/a/#"

@@ -22,15 +22,15 @@ async def test_a_retained_message_comes_back_with_every_field(db: Database) -> N
     )
     plain = message(b"r/2", bytes(300_000), qos=0)
     assert await db.write(Retain(plain), Retain(full)) == [None, None]
-    assert await db.store.retained() == [full, plain]
+    assert sorted(await db.store.retained()) == [full, plain]
     await db.reopen()
-    assert await db.store.retained() == [full, plain]
+    assert sorted(await db.store.retained()) == [full, plain]
 
 
 async def test_a_retained_message_replaces_the_one_of_its_topic(db: Database) -> None:
     other = message(b"r/2", b"other")
     await db.write(Retain(message(b"r", b"old")), Retain(other), Retain(message(b"r", b"new")))
-    assert await db.store.retained() == [message(b"r", b"new"), other]
+    assert sorted(await db.store.retained()) == [message(b"r", b"new"), other]
 
 
 async def test_an_empty_payload_removes_the_retained_message(db: Database) -> None:
@@ -49,20 +49,22 @@ async def test_retained_messages_are_not_in_the_history(db: Database) -> None:
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 12, 100])
-async def test_retained_messages_come_in_topic_order_a_page_at_a_time(
+async def test_retained_messages_come_in_a_stable_order_a_page_at_a_time(
     db: Database, limit: int
 ) -> None:
     topics = [b"b", b"a", b"a/", b"a/b", b"A", b"aa", b"/", b"a/b/c", "ä".encode(), b"$x", b"a b"]
     await db.write(*(Retain(message(topic, topic)) for topic in topics))
     _, retained = await db.pages(limit)
-    assert [entry.topic for entry in retained] == sorted(topics)
+    assert sorted(entry.topic for entry in retained) == sorted(topics)
+    assert retained == await db.store.retained()
     assert all(entry.payload == entry.topic for entry in retained)
 
 
 async def test_a_page_goes_on_after_a_topic_that_was_removed_meanwhile(db: Database) -> None:
     await db.write(*(Retain(message(topic)) for topic in (b"a", b"b", b"c")))
-    await db.do(Retain(message(b"b", b"")))
-    assert [entry.topic for entry in await db.store.retained(b"b")] == [b"c"]
+    _, second, third = [entry.topic for entry in await db.store.retained()]
+    await db.do(Retain(message(second, b"")))
+    assert [entry.topic for entry in await db.store.retained(second)] == [third]
 
 
 # ----------------------------------------------------------------------------------- wills

@@ -27,6 +27,8 @@ BLOCKS = TAIL_BLOCKS_MAX * 10
 class Counting:
     """A ReadTxn that counts blocks of history and steps in all spaces."""
 
+    hides_names = False
+
     def __init__(self, txn: ReadTxn) -> None:
         self._txn = txn
         self.blocks = 0
