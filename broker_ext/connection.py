@@ -15,12 +15,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from dataclasses import replace
 from typing import TYPE_CHECKING, Final, Protocol
 
-from broker_ext.reasons import Reason, return_code
+from broker_ext.authentication import Accepted, Dialogue, method_of
+from broker_ext.reasons import NO_WORDS, Reason, Words, return_code
 from broker_ext.session import DISCONNECTED, End, Grant
-from broker_ext.terms import Terms, told
+from broker_ext.terms import ANY, keep_alive_s, valid_payload
+from broker_ext.version5 import Version5, with_words
 from broker_ext.wire import (
     PACKET_ID,
     PINGRESP,
@@ -43,15 +44,23 @@ from broker_ext.wire import (
     UnsupportedVersion,
     connack,
     encode,
-    properties_field,
     publish_head,
     valid_filter,
+    valid_reason,
 )
-from broker_ext.wire.properties import MESSAGE_EXPIRY_S, SESSION_EXPIRY_S, SUBSCRIPTION_ID
+from broker_ext.wire.kinds import CONNACK
+from broker_ext.wire.properties import (
+    AUTHENTICATION_DATA,
+    MESSAGE_EXPIRY_S,
+    SESSION_EXPIRY_S,
+    SUBSCRIPTION_ID,
+)
 
 if TYPE_CHECKING:
+    from broker_ext.authentication import Exchange
     from broker_ext.hub import Hub
     from broker_ext.session import Session
+    from broker_ext.settings import Settings
     from broker_ext.wire import Packet, Properties
     from storage.api import Entry
 
@@ -66,14 +75,17 @@ LANE_BYTES_MAX: Final = 256 << 10
 LINGER_S: Final = 5.0
 """How long a closed connection may take to send what was written before it is cut."""
 HEADS_MAX: Final = 4096
+REAUTHENTICATE: Final = 0x19
+"""AUTH reason code of a client that begins anew."""
 
 LOST = End("connection lost")
 FAILED = End("connection lost", reason=Reason.UNSPECIFIED)
 SILENT = End("keep alive", reason=Reason.KEEP_ALIVE)
 
 WITH_WILL = End("disconnect with will")
+TOO_SMALL = End("maximum packet size", reason=Reason.PACKET_TOO_LARGE)
+REFUSED = End("authentication refused", reason=Reason.NOT_AUTHORIZED)
 
-_EXPIRY: Final = bytes((MESSAGE_EXPIRY_S,))
 _BYPASS: Final = frozenset({Puback, Pubrec, Pubrel, Pubcomp, Pingreq})
 _heads: dict[tuple[int, bytes, int], bytes] = {}
 
@@ -96,6 +108,10 @@ class Guard(Protocol):
 
     async def authenticate(self, connect: Connect) -> bytes | None:
         """The user name of an accepted client (b"" = anonymous), None if it is refused."""
+        ...
+
+    def exchange(self, method: bytes, client_id: bytes) -> Exchange | None:
+        """An exchange of enhanced authentication, None if nobody provides the method."""
         ...
 
     async def may_publish(self, topic: bytes) -> bool:
@@ -154,7 +170,46 @@ class _Waiting:
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection, from accept to close. Implements ``session.Peer``."""
+    """A client's connection, from accept to close. Implements ``session.Peer``.
+
+    five: what MQTT 5 adds, None before MQTT 5 (and before CONNECT).
+    """
+
+    # slots: there is a connection for each client, and what it does for each message is faster so
+    __slots__ = (
+        "__weakref__",
+        "_authenticated",
+        "_authenticating",
+        "_connecting",
+        "_flush_scheduled",
+        "_lane",
+        "_lane_bytes",
+        "_lane_task",
+        "_loop",
+        "_parts",
+        "_parts_bytes",
+        "_paused",
+        "_stopped",
+        "_waiting",
+        "closed",
+        "confirmed",
+        "congested",
+        "deadline_s",
+        "decoder",
+        "ended",
+        "five",
+        "guard",
+        "heard",
+        "hub",
+        "keeps",
+        "packet_bytes_max",
+        "peername",
+        "receive_maximum",
+        "session",
+        "silent_after_s",
+        "transport",
+        "version",
+    )
 
     def __init__(self, hub: Hub, transport: Transport, guard: Guard, *, peername: str) -> None:
         self.hub = hub
@@ -168,10 +223,9 @@ class Connection(asyncio.Protocol):
         )
         self.session: Session | None = None
         self.version = 4
-        self.terms = Terms()
-        self.receive_maximum = self.terms.receive_maximum
-        self.packet_bytes_max = self.terms.packet_bytes_max
-        self.assigned = b""
+        self.five: Version5 | None = None
+        self.receive_maximum = ANY.receive_maximum
+        self.packet_bytes_max = ANY.packet_bytes_max
         self.congested = False
         self.closed = False
         self.ended: End | None = None
@@ -180,6 +234,8 @@ class Connection(asyncio.Protocol):
         self.silent_after_s = 0.0
         self.deadline_s = hub.clock.monotonic() + hub.settings.connect_timeout_s
         self._connecting: asyncio.Task[None] | None = None
+        self._authenticating: asyncio.Task[None] | None = None
+        self._authenticated: Properties | None = None
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._flush_scheduled = False
@@ -231,10 +287,11 @@ class Connection(asyncio.Protocol):
             return
         committer = self.hub.committer
         before = committer.waiting_bytes
+        publish = self._publish if self.five is None else self._publish_5
         for i, packet in enumerate(packets):
             kind = type(packet)
             if kind is Publish:
-                self._publish(session, packet)  # type: ignore[arg-type]
+                publish(session, packet)  # type: ignore[arg-type]
             elif kind is Puback:
                 session.puback(packet[0])  # type: ignore[misc]
             elif kind in _BYPASS:
@@ -249,36 +306,58 @@ class Connection(asyncio.Protocol):
             self._pause_for_room()  # only who feeds it: others are heard while a disk hangs (P11)
 
     def _publish(self, session: Session, packet: Publish) -> None:
-        flags, topic, packet_id, payload, properties = packet
+        flags, topic, packet_id, payload, _ = packet
         if topic[:1] == b"$":
             # not for applications [MQTT-4.7.2-1], but no error either: as what is not permitted
-            self._acknowledge_refused(session, packet)
+            self._acknowledge_refused(session, packet, Reason.TOPIC_INVALID)
             return
         self.hub.figures.published += 1
-        if properties is None:
-            session.receive(topic, payload, (flags >> 1) & 3, packet_id, retain=bool(flags & 1))
+        session.receive(topic, payload, (flags >> 1) & 3, packet_id, retain=bool(flags & 1))
+
+    def _publish_5(self, session: Session, packet: Publish) -> None:
+        """The same for MQTT 5, from the packet as it came."""
+        checked = self._checked(packet)
+        if checked is not None:
+            self._publish_checked(session, checked)
+
+    def _checked(self, packet: Publish) -> Publish | None:
+        """With its topic and within the limits, or the connection has ended."""
+        assert self.five is not None
+        try:
+            return self.five.received(packet)
+        except MalformedPacket as error:
+            self._malformed(error)
+            return None
+
+    def _publish_checked(self, session: Session, packet: Publish) -> None:
+        flags, topic, packet_id, payload, properties = packet
+        if properties is None or topic[:1] == b"$":
+            self._publish(session, packet)
             return
+        if not valid_payload(properties, payload):
+            self._acknowledge_refused(session, packet, Reason.PAYLOAD_FORMAT)
+            return
+        self.hub.figures.published += 1
+        interval_s: int | None = properties.get(MESSAGE_EXPIRY_S)
         session.receive(
             topic,
             payload,
             (flags >> 1) & 3,
             packet_id,
             retain=bool(flags & 1),
-            expires_ms=self._deadline_ms(properties),
+            expires_ms=0 if interval_s is None else self.hub.clock.now_ms() + interval_s * 1000,
             properties=properties.forwarded(),
         )
-
-    def _deadline_ms(self, properties: Properties) -> int:
-        """When a message expires, 0 = never [MQTT5-3.3.2-5]."""
-        interval_s: int | None = properties.get(MESSAGE_EXPIRY_S)
-        return 0 if interval_s is None else self.hub.clock.now_ms() + interval_s * 1000
 
     def _answer(self, session: Session, packet: Packet) -> None:
         match packet:
             case Puback():
                 session.puback(packet.packet_id)
             case Pubrec():
-                session.pubrec(packet.packet_id)
+                if packet.reason < Reason.UNSPECIFIED:
+                    session.pubrec(packet.packet_id)
+                else:
+                    session.refused(packet.packet_id)
             case Pubrel():
                 session.pubrel(packet.packet_id)
             case Pubcomp():
@@ -297,6 +376,11 @@ class Connection(asyncio.Protocol):
             if type(packet) is Connect:
                 self._connecting = asyncio.ensure_future(self._connect(packet))
                 continue
+            if type(packet) is Auth:
+                self._auth(packet)
+                continue
+            if session is None and self._interrupts(packet):
+                return
             if session is not None and type(packet) in _BYPASS:
                 self.guard.packet_received(packet)
                 self._answer(session, packet)
@@ -318,9 +402,10 @@ class Connection(asyncio.Protocol):
     async def _connect(self, packet: Connect) -> None:
         """The CONNECT, then what was sent right behind it."""
         self.version = packet.version
-        self.terms = Terms.of(packet)
-        self.receive_maximum = self.terms.receive_maximum
-        self.packet_bytes_max = self.terms.packet_bytes_max
+        if packet.version == 5:
+            self.five = Version5(packet, self.hub.settings)
+            self.receive_maximum = self.five.terms.receive_maximum
+            self.packet_bytes_max = self.five.terms.packet_bytes_max
         self.guard.packet_received(packet)
         try:
             await self.hub.registry.connect(self, packet)
@@ -336,9 +421,12 @@ class Connection(asyncio.Protocol):
                 self._end(LOST)
             return
         self.silent_after_s = 0.0
-        if packet.keep_alive_s:
+        seconds = packet.keep_alive_s
+        if self.five is not None:
+            seconds = keep_alive_s(self.hub.settings, seconds)
+        if seconds:
             delay = self.hub.settings.timeout_disconnect_delay_s
-            self.silent_after_s = (packet.keep_alive_s + delay) * 1.5  # [MQTT-3.1.2-24]
+            self.silent_after_s = (seconds + delay) * 1.5  # [MQTT-3.1.2-24]
         self.heard = True
         if self._lane:
             self._start_lane()
@@ -371,6 +459,11 @@ class Connection(asyncio.Protocol):
     async def _slowly(self, packet: Packet) -> None:
         session = self.session
         assert session is not None
+        if type(packet) is Publish and self.five is not None:
+            checked = self._checked(packet)
+            if checked is None:
+                return
+            packet = checked
         self.guard.packet_received(packet)
         match packet:
             case Publish():
@@ -381,19 +474,18 @@ class Connection(asyncio.Protocol):
                 await self._unsubscribe(session, packet)
             case Disconnect():
                 self._disconnect(session, packet)
-            case Auth():
-                self._end(End("authentication", reason=Reason.PROTOCOL_ERROR))
             case _:
                 self._answer(session, packet)
 
     def _disconnect(self, session: Session, packet: Disconnect) -> None:
         expiry_s = packet.properties.get(SESSION_EXPIRY_S) if packet.properties else None
         if expiry_s is not None:
-            if expiry_s and not self.terms.expiry_s:  # [MQTT5-3.14.2.2.2]
-                self._end(End("session expiry", reason=Reason.PROTOCOL_ERROR))
+            assert self.five is not None
+            if expiry_s and not self.five.terms.expiry_s:
+                what = "a session that ends with its connection is to be kept"
+                self._malformed(MalformedPacket(Reason.PROTOCOL_ERROR, "MQTT5-3.14.2.2.2", what))
                 return
-            self.terms = replace(self.terms, expiry_s=expiry_s)
-            session.expiry_s = self.terms.granted_expiry_s(self.hub.settings)
+            session.expiry_s = self.five.change_expiry(expiry_s)
         self._end(WITH_WILL if packet.reason else DISCONNECTED)
 
     async def _publish_guarded(self, session: Session, packet: Publish) -> None:
@@ -401,36 +493,37 @@ class Connection(asyncio.Protocol):
         if packet.topic[:1] != b"$":
             if not await self.guard.may_publish(packet.topic):
                 self.guard.message_received(packet, permitted=False)
-                self._acknowledge_refused(session, packet)
+                self._acknowledge_refused(session, packet, Reason.NOT_AUTHORIZED)
                 return
             if self.ended is not None or session.sealed:
                 return
             self.guard.message_received(packet, permitted=True)
         committer = self.hub.committer
         before = committer.waiting_bytes
-        self._publish(session, packet)
+        if self.five is None:
+            self._publish(session, packet)
+        else:
+            self._publish_checked(session, packet)
         if committer.waiting_bytes > before and committer.pressure():
             self._pause_for_room()
 
-    def _acknowledge_refused(self, session: Session, packet: Publish) -> None:
-        """3.1.1 cannot say no: a message that is not permitted is acknowledged and dropped
-        [MQTT-3.3.5-2]."""
+    def _acknowledge_refused(self, session: Session, packet: Publish, reason: Reason) -> None:
+        """A message that is not taken is dropped, and its client told why; 3.1.1 cannot say no, so
+        there it is acknowledged [MQTT-3.3.5-2]."""
         if packet.qos == 1:
-            self.acknowledge(encode(Puback(packet.packet_id)), stored=False)
+            self.acknowledge(encode(Puback(packet.packet_id, reason), self.version), stored=False)
         elif packet.qos == 2:
-            session.inbound.add(packet.packet_id)
-            self.acknowledge(encode(Pubrec(packet.packet_id)), stored=False)
+            if self.five is None or packet.packet_id in session.inbound:
+                session.inbound.add(packet.packet_id)
+                reason = Reason.SUCCESS  # of MQTT 5: the message with this id was taken before
+            self.acknowledge(encode(Pubrec(packet.packet_id, reason), self.version), stored=False)
 
     async def _subscribe(self, session: Session, packet: Subscribe) -> None:
         identifier = packet.properties.get(SUBSCRIPTION_ID, 0) if packet.properties else 0
         grants: list[Grant] = []
         for topic_filter, options in packet.filters:
-            code = 0
-            if not valid_filter(topic_filter):
-                code = Reason.FILTER_INVALID
-            elif topic_filter.startswith(b"$share/"):
-                code = Reason.SHARED_UNSUPPORTED
-            elif not await self.guard.may_subscribe(topic_filter):
+            code = _not_subscribed(topic_filter, identifier, self.hub.settings)
+            if not code and not await self.guard.may_subscribe(topic_filter):
                 code = Reason.NOT_AUTHORIZED
             qos = min(options & 3, self.hub.settings.max_qos)
             grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code))
@@ -438,7 +531,7 @@ class Connection(asyncio.Protocol):
         codes = await session.subscribe(grants)
         if session.sealed or self.closed:
             return
-        self.write(encode(Suback(packet.packet_id, bytes(codes)), self.version))
+        self.send(Suback(packet.packet_id, bytes(codes)))
         for grant, code in zip(grants, codes, strict=True):
             if code < 0x80:
                 self.guard.subscribed(grant.filter, code)
@@ -455,9 +548,104 @@ class Connection(asyncio.Protocol):
         for topic_filter, code in zip(packet.filters, codes, strict=True):
             if code < Reason.UNSPECIFIED:
                 self.guard.unsubscribed(topic_filter)
-        self.write(encode(Unsuback(packet.packet_id, bytes(codes)), self.version))
+        self.send(Unsuback(packet.packet_id, bytes(codes)))
+
+    # ------------------------------------------------------------------ authentication
+
+    async def authenticate(self, connect: Connect) -> bytes | Reason:
+        """The user of a CONNECT (b"" = anonymous), or why it is refused."""
+        method = method_of(connect.properties)
+        if self.five is not None and method is not None:
+            exchange = self.guard.exchange(method, connect.client_id)
+            if exchange is None:
+                return Reason.BAD_METHOD
+            self.five.method = method
+            self.five.dialogue = Dialogue(method, exchange, self.send)
+            accepted = await self._converse(self.five.dialogue, connect.properties)
+            if accepted is None:
+                return Reason.NOT_AUTHORIZED
+            self._authenticated = self.five.dialogue_over(accepted.data)
+            return accepted.user
+        user = await self.guard.authenticate(connect)
+        if user is None:
+            named = connect.username is not None or connect.password is not None
+            return Reason.BAD_CREDENTIALS if named else Reason.NOT_AUTHORIZED
+        return user
+
+    async def _converse(self, dialogue: Dialogue, first: Properties | None) -> Accepted | None:
+        """Run an exchange of enhanced authentication, in the time that a CONNECT has."""
+        data = first.get(AUTHENTICATION_DATA) if first is not None else None
+        try:
+            async with asyncio.timeout(self.hub.settings.connect_timeout_s):
+                return await dialogue.run(data)
+        except TimeoutError:
+            return None
+
+    def _interrupts(self, packet: Packet) -> bool:
+        """Whether a packet came in the middle of an authentication before CONNACK
+        [MQTT5-3.1.2-30]."""
+        if self.five is None or self.five.dialogue is None:
+            return False
+        if type(packet) is Disconnect:
+            self._end(LOST)
+        else:
+            what = "a packet in the middle of an authentication"
+            self._malformed(MalformedPacket(Reason.PROTOCOL_ERROR, "MQTT5-3.1.2-30", what))
+        return True
+
+    def _auth(self, packet: Auth) -> None:
+        """An answer in an exchange that is under way, or the begin of a re-authentication."""
+        five = self.five
+        assert five is not None
+        if five.dialogue is not None:
+            allowed = five.dialogue.answer(packet)
+        else:
+            allowed = (
+                self.session is not None
+                and packet.reason == REAUTHENTICATE
+                and five.method is not None
+                and method_of(packet.properties) == five.method
+            )
+            if allowed:
+                self._authenticating = asyncio.ensure_future(self._authenticate_again(packet))
+        if not allowed:
+            what = "an AUTH packet that nothing called for"
+            self._malformed(MalformedPacket(Reason.PROTOCOL_ERROR, "MQTT5-4.12.0-6", what))
+
+    async def _authenticate_again(self, packet: Auth) -> None:
+        """[MQTT5-4.12.1-1]: beside everything else; the session is the same user's."""
+        five, session = self.five, self.session
+        assert five is not None
+        assert five.method is not None
+        assert session is not None
+        accepted = None
+        exchange = self.guard.exchange(five.method, session.client_id)
+        if exchange is not None:
+            five.dialogue = Dialogue(five.method, exchange, self.send)
+            try:
+                accepted = await self._converse(five.dialogue, packet.properties)
+            except Exception:
+                # a plugin's bug: who cannot say yes has not said it
+                log.exception("re-authentication of %r failed", session.client_id)
+        if self.ended is not None:
+            return
+        if accepted is None or accepted.user != session.user:
+            self._end(REFUSED)
+        else:
+            self.send(Auth(Reason.SUCCESS, five.dialogue_over(accepted.data)))
 
     # ------------------------------------------------------------------------- writing
+
+    def send(self, packet: Packet) -> None:
+        """Send any packet but PUBLISH, as its client may be sent it."""
+        if self.five is None:
+            self.write(encode(packet, self.version))
+            return
+        data = self.five.encode(packet)
+        if data is not None:
+            self.write(data)
+        elif self.ended is None:
+            self._end(TOO_SMALL)
 
     def write(self, data: bytes) -> None:
         """Send, together with what else this turn of the loop brings."""
@@ -477,17 +665,20 @@ class Connection(asyncio.Protocol):
         identifiers: bytes = b"",
     ) -> None:
         """Send a PUBLISH."""
+        topic = entry.topic
         payload = entry.payload
-        if self.version == 5:
-            payload = self._properties(entry, identifiers) + payload
+        if self.five is not None:
+            now_ms = self.hub.clock.now_ms() if entry.expires_ms else 0
+            topic, properties = self.five.head_and_properties(entry, identifiers, now_ms)
+            payload = properties + payload
         first = 0x30 | (qos << 1) | (8 if dup else 0) | retain
         size = len(payload) + 2 if qos else len(payload)
-        key = (first, entry.topic, size)
+        key = (first, topic, size)
         head = _heads.get(key)
         if head is None:
             if len(_heads) >= HEADS_MAX:
                 _heads.clear()
-            head = _heads[key] = publish_head(first, entry.topic, size)
+            head = _heads[key] = publish_head(first, topic, size)
         parts = self._parts
         parts.append(head)
         if qos:
@@ -499,14 +690,6 @@ class Connection(asyncio.Protocol):
         self._parts_bytes += size
         if self._parts_bytes > WRITE_HIGH_BYTES:
             self.flush()  # so that the transport can say that it is full
-
-    def _properties(self, entry: Entry, identifiers: bytes) -> bytes:
-        """The properties of a PUBLISH, with their length."""
-        properties = identifiers + entry.properties
-        if entry.expires_ms:
-            left_s = max((entry.expires_ms - self.hub.clock.now_ms() + 999) // 1000, 0)
-            properties = _EXPIRY + left_s.to_bytes(4, "big") + properties  # [MQTT5-3.3.2-6]
-        return properties_field(properties)
 
     def acknowledge(self, data: bytes, *, stored: bool) -> None:
         """Send after everything acknowledged before; if ``stored``, after the open batch."""
@@ -522,6 +705,8 @@ class Connection(asyncio.Protocol):
             waiting[-1].data += data
         else:
             self.write(data)
+            if self.five is not None:
+                self.five.in_flight.written(data)
 
     @property
     def awaiting(self) -> bool:
@@ -529,9 +714,11 @@ class Connection(asyncio.Protocol):
         return bool(self._waiting)
 
     def _committed(self) -> None:
-        data = self._waiting.popleft().data
+        data = bytes(self._waiting.popleft().data)
         if self.ended is None:
-            self.write(bytes(data))
+            self.write(data)
+            if self.five is not None:
+                self.five.in_flight.written(data)
 
     def flush(self) -> None:
         """Hand what was collected to the socket."""
@@ -616,24 +803,30 @@ class Connection(asyncio.Protocol):
 
     # ------------------------------------------------------------------------- the end
 
-    def accept(self, *, session_present: bool) -> None:
-        """Answer a CONNECT."""
-        if self.version < 5:
+    def accept(self, connect: Connect, *, session_present: bool, words: Words = NO_WORDS) -> None:
+        """Answer a CONNECT. words: why a session is not present, for MQTT 5."""
+        if self.five is None:
             self.write(connack(session_present=session_present))
         else:
-            properties = told(self.hub.settings, self.terms, assigned=self.assigned)
-            self.write(encode(Connack(session_present, 0, properties), 5))
+            properties = self._authenticated
+            self.send(self.five.connack(connect, session_present, words, properties))
 
-    def refuse(self, reason: Reason) -> None:
+    def refuse(self, reason: Reason, text: bytes = b"") -> None:
         """Answer a CONNECT with a reason why not, and close [MQTT-3.2.2-5]."""
         if not self.closed and self.ended is None:
             self.hub.figures.connects_refused += 1
-            self._refuse(reason)
+            self._refuse(reason, text)
             self._end(LOST)
 
-    def _refuse(self, reason: int) -> None:
-        code = reason if self.version == 5 else return_code(reason)
-        self.write(connack(session_present=False, reason=code, version=self.version))
+    def _refuse(self, reason: int, text: bytes = b"") -> None:
+        if self.version < 5:
+            self.write(connack(session_present=False, reason=return_code(reason)))
+        elif self.five is None:  # nothing is known of what it takes
+            self.write(connack(session_present=False, reason=reason, version=5))
+        else:
+            data = self.five.encode(Connack(False, reason, with_words(Words(text))))
+            if data is not None:
+                self.write(data)
 
     def finish(self, end: End) -> None:
         """Close the connection; its session ends with this reason."""
@@ -642,10 +835,16 @@ class Connection(asyncio.Protocol):
     def _malformed(self, error: MalformedPacket) -> None:
         self.hub.figures.malformed += 1
         log.warning("client %s: %s; closing the connection", self.peername, error)
-        if isinstance(error, UnsupportedVersion):
-            self.version = 5 if error.level >= 5 else 4  # the form that the client understands
-            self._refuse(error.reason_code)
-        self._end(End("malformed packet", reason=error.reason_code))
+        words = Words(f"{error.what} [{error.clause}]".encode())
+        if self.session is None and self.ended is None:
+            # a CONNECT is answered in the form that its client understands; nothing else is
+            if self.decoder.level >= 5:
+                self.version = 5
+                if valid_reason(CONNACK, error.reason_code):
+                    self._refuse(error.reason_code, words.text)
+            elif isinstance(error, UnsupportedVersion):
+                self._refuse(error.reason_code)
+        self._end(End("malformed packet", reason=error.reason_code, words=words))
 
     def _end(self, end: End) -> None:
         """End the session, send what was written, close the socket."""
@@ -657,14 +856,18 @@ class Connection(asyncio.Protocol):
         if session is not None:
             self.hub.registry.leave(session, end)
             self.guard.disconnected(session, end)
-            if end.reason and self.version == 5:
-                self.write(encode(Disconnect(end.reason), 5))
+            if self.five is not None and end.reason:
+                told = self.five.encode(Disconnect(end.reason, with_words(end.words)))
+                if told is not None:
+                    self.write(told)
+        if self.five is not None and self.five.dialogue is not None:
+            self.five.dialogue.stop()
         self.flush()
         if self.closed:
             return
         self.heard = False
         self.deadline_s = self.hub.clock.monotonic() + LINGER_S
-        if self.congested or (end is SILENT and self.version < 5):
+        if self.congested or (end is SILENT and self.five is None):
             self.transport.abort()
         else:
             self.transport.close()
@@ -682,3 +885,16 @@ class Connection(asyncio.Protocol):
         self.hub.connections.discard(self)
         self._parts.clear()
         self.guard.closed()
+
+
+def _not_subscribed(topic_filter: bytes, identifier: int, settings: Settings) -> int:
+    """The SUBACK code of a filter that is refused whoever asks for it, 0 = it is not."""
+    if not valid_filter(topic_filter):
+        return Reason.FILTER_INVALID
+    if topic_filter.startswith(b"$share/") and not settings.shared_subscriptions:
+        return Reason.SHARED_UNSUPPORTED
+    if identifier and not settings.subscription_identifiers:
+        return Reason.IDENTIFIERS_UNSUPPORTED
+    if not settings.wildcard_subscriptions and (b"+" in topic_filter or b"#" in topic_filter):
+        return Reason.WILDCARDS_UNSUPPORTED
+    return 0

@@ -294,6 +294,10 @@ class DurableSession(Session):
                 self._join(lazy=False)
             self.committer.hurry()
 
+    def refused(self, packet_id: int) -> None:
+        if self.out.refused(packet_id) and not self._joined:
+            self._join(lazy=True)
+
     def pubcomp(self, packet_id: int) -> None:
         if self.out.pubcomp(packet_id) and not self._joined:
             self._join(lazy=True)

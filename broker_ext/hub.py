@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from broker_ext.figures import Figures
 from broker_ext.history import History
 from broker_ext.reasons import Reason
-from broker_ext.registry import Registry
-from broker_ext.resume import Finding, Verdict
+from broker_ext.registry import EXPIRED, Registry
+from broker_ext.resume import Finding, Verdict, words_of
 from broker_ext.retained import RetainedStore
 from broker_ext.router import Router
 from broker_ext.session import End
@@ -45,7 +45,7 @@ DRAIN_S: Final = 3.0
 """How long a stop waits for the store, twice."""
 
 SHUTDOWN: Final = End("shutdown", publish_will=False, reason=Reason.SHUTTING_DOWN)
-REFUSED_RESUME: Final = End("resume refused", reason=Reason.UNSPECIFIED)
+REFUSED_RESUME: Final = End("resume refused", reason=Reason.IMPLEMENTATION)
 
 
 class Hub:
@@ -204,7 +204,7 @@ class Hub:
             assert isinstance(gone, tuple)
             for expired in gone:
                 self.figures.expired += 1
-                self.registry.must_tell(expired.client_id)
+                self.registry.must_tell(expired.client_id, EXPIRED)
                 self.wills.session_ended(expired.client_id)
                 for topic_filter in expired.filters:
                     self.router.count(topic_filter, -1)
@@ -220,7 +220,7 @@ class Hub:
     def tell_reset(self, client_id: bytes, finding: Finding) -> None:
         """A session is deleted because it cannot be resumed: log, count, tell the plugins, and its
         client by the next CONNACK that surely arrives."""
-        self.registry.must_tell(client_id)
+        self.registry.must_tell(client_id, words_of(finding))
         resets = self.figures.resets
         resets[finding.reason] = resets.get(finding.reason, 0) + 1
         log.warning("session %r is reset: %s", client_id, finding.error)
@@ -243,7 +243,8 @@ class Hub:
         """After CONNACK it turned out that history is missing: fence, close, delete (410)."""
         finding = Finding(Verdict.RESET, "history-unavailable", error)
         self.registry.discard(session)
-        session.peer.finish(REFUSED_RESUME)
+        end = REFUSED_RESUME._replace(words=words_of(finding))
+        session.peer.finish(end)
         if session.has_will:
-            self.wills.ended(session, REFUSED_RESUME)
+            self.wills.ended(session, end)
         self.tell_reset(session.client_id, finding)

@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from broker_ext.reasons import Reason
 from broker_ext.session import End
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ Operation: TypeAlias = Callable[..., Awaitable[Any]]
 """See rule 5 of ``broker_ext.control``."""
 
 PAGE_MAX: Final = 1000
-KICKED: Final = End("kicked")
+KICKED: Final = End("kicked", reason=Reason.ADMINISTRATIVE)
 """An operator closed the connection; its will is published, as for every other close by the
 server [MQTT-3.1.2-8]."""
 STORED, TRANSIENT = "s", "t"

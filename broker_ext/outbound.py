@@ -327,6 +327,17 @@ class Outbound:
         self._touch(flight.row)
         return True
 
+    def refused(self, packet_id: int) -> bool:
+        """PUBREC came with a reason why not: it is settled. False: nothing of that id waits for a
+        PUBREC."""
+        flight = self.flights.get(packet_id)
+        if flight is None or flight.qos != 2 or not (flight.sent or flight.dup):
+            return False
+        if flight.state & RECEIVED:
+            return False
+        self._settle(flight)
+        return True
+
     def pubcomp(self, packet_id: int) -> bool:
         """PUBCOMP came. False: nothing of that id waits for it."""
         flight = self.flights.get(packet_id)

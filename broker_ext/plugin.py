@@ -57,13 +57,31 @@ class DurableSessionPlugin(BasePlugin[Any]):
         max_packet_bytes: int = 16 << 20
         """Largest packet a client may send, 1024..268435455."""
         max_client_id_bytes: int = 1024
-        """Longest client id, 23..65535; a longer one is refused with CONNACK 2."""
+        """Longest client id, 23..65535; a longer one is refused with CONNACK 2 (MQTT 5: 0x85)."""
+        max_qos: int = 2
+        """Highest QoS, 0..2. Subscriptions are granted no more; an MQTT 5 client may send no more,
+        and is told so (Maximum QoS)."""
+        receive_maximum: int = 1000
+        """MQTT 5: messages (QoS >= 1) that a client may send and that are not acknowledged,
+        1..65535; one more ends its connection with 0x93."""
+        topic_alias_maximum: int = 16
+        """MQTT 5: topic aliases that a client may use, 0..65535, 0 = none."""
+        max_keep_alive: int = 0
+        """MQTT 5: seconds; a client that asks for a longer keep alive, or for none, is told this
+        one (Server Keep Alive). 0 = each has what it asks for."""
+        response_information: str = ""
+        """MQTT 5: Response Information for clients that ask; `{client_id}` is replaced."""
+        wildcard_subscriptions: bool = True
+        """Whether filters with `+` and `#` are granted (else 0xA2, before MQTT 5 0x80)."""
+        subscription_identifiers: bool = True
+        """MQTT 5: whether filters with a Subscription Identifier are granted (else 0xA1)."""
         max_queued_messages: int = 1000
         """Messages that wait for a transient (clean) session; more are dropped and counted."""
         max_queued_bytes: int = 16 << 20
         """Payload bytes that wait for a transient session."""
         max_retained_messages: int = 100_000
-        """Retained messages; more are delivered but not retained."""
+        """Retained messages; more are delivered but not retained. 0 = none, and an MQTT 5 client
+        is told so (Retain Available)."""
         max_retained_bytes: int = 64 << 20
         """Bytes of retained messages, topics included."""
         commit_bytes_max: int = 16 << 20
@@ -114,6 +132,10 @@ class DurableSessionPlugin(BasePlugin[Any]):
                 ("max_inflight", 1, 65_535),
                 ("max_packet_bytes", 1024, 268_435_455),
                 ("max_client_id_bytes", 23, 65_535),
+                ("max_qos", 0, 2),
+                ("receive_maximum", 1, 65_535),
+                ("topic_alias_maximum", 0, 65_535),
+                ("max_keep_alive", 0, 65_535),
                 ("max_queued_messages", 1, None),
                 ("max_queued_bytes", 1, None),
                 ("max_retained_messages", 0, None),
@@ -202,6 +224,13 @@ class DurableSessionPlugin(BasePlugin[Any]):
             max_inflight=config.max_inflight,
             max_packet_bytes=config.max_packet_bytes,
             max_client_id_bytes=config.max_client_id_bytes,
+            max_qos=config.max_qos,
+            receive_maximum=config.receive_maximum,
+            topic_alias_maximum=config.topic_alias_maximum,
+            max_keep_alive_s=config.max_keep_alive,
+            response_information=config.response_information,
+            wildcard_subscriptions=config.wildcard_subscriptions,
+            subscription_identifiers=config.subscription_identifiers,
             max_queued_messages=config.max_queued_messages,
             max_queued_bytes=config.max_queued_bytes,
             max_retained_messages=config.max_retained_messages,

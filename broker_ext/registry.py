@@ -19,10 +19,10 @@ import asyncio
 import logging
 import os
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from broker_ext.durable import DurableSession
-from broker_ext.reasons import Reason
+from broker_ext.reasons import NO_WORDS, Reason, Words
 from broker_ext.resume import Finding, Verdict, is_blank, verdict
 from broker_ext.session import End, Session, TransientSession
 from broker_ext.wire.properties import MESSAGE_EXPIRY_S, WILL_DELAY_S
@@ -46,16 +46,25 @@ if TYPE_CHECKING:
     from broker_ext.wire import Connect, ConnectWill
     from storage.api import Outcome, Snapshot
 
-__all__ = ["TAKEN_OVER", "Allowance", "GaveUpError", "Registry"]
+__all__ = ["EXPIRED", "TAKEN_OVER", "Allowance", "GaveUpError", "Registry"]
 
 log = logging.getLogger("amqtt_durable.registry")
 
 TAKEN_OVER: Final = End("taken over", reason=Reason.TAKEN_OVER)
+EXPIRED: Final = Words(b"the session has expired")
 GAVE_UP: Final = End("gave up", publish_will=False)
 BURST_S: Final = 2.0
 """A client id may use the allowance of this many seconds at once."""
 UNTOLD_MAX: Final = 10_000
 """Beyond that the oldest are forgotten: they are told once, by the next CONNACK alone."""
+
+
+class _Begun(NamedTuple):
+    """A session for a CONNECT. present: what CONNACK says of it, and in which words."""
+
+    session: Session
+    present: bool = False
+    words: Words = NO_WORDS
 
 
 class GaveUpError(Exception):
@@ -97,15 +106,16 @@ class Registry:
         self.hub = hub
         self.owners: dict[bytes, Session] = {}
         self.allowance = Allowance(hub.settings.max_connects_per_second)
-        self.untold: dict[bytes, None] = {}
-        """Client ids whose session was deleted (410, expired), until they have surely been told."""
+        self.untold: dict[bytes, Words] = {}
+        """Client ids whose session was deleted (410, expired), until they have surely been told;
+        and in which words."""
         self._lines: dict[bytes, asyncio.Future[None]] = {}
 
-    def must_tell(self, client_id: bytes) -> None:
+    def must_tell(self, client_id: bytes, words: Words) -> None:
         """The session of a client was deleted without its asking. Session Present is 0 until its
         client sends something after a CONNACK: one that is lost on its way tells nobody."""
         self.untold.pop(client_id, None)
-        self.untold[client_id] = None
+        self.untold[client_id] = words
         if len(self.untold) > UNTOLD_MAX:
             del self.untold[next(iter(self.untold))]
 
@@ -150,23 +160,17 @@ class Registry:
         """Everything between a CONNECT and its CONNACK, and the start of the session."""
         hub = self.hub
         client_id = packet.client_id
+        refusal = self._refusal(connection, packet)
+        if refusal is not None:
+            connection.refuse(refusal)
+            return
         if not client_id:
-            if not packet.clean_start and packet.version < 5:
-                connection.refuse(Reason.BAD_CLIENT_ID)  # [MQTT-3.1.3-8]
-                return
             client_id = b"auto-" + os.urandom(12).hex().encode()  # [MQTT-3.1.3-6]
             packet = packet._replace(client_id=client_id)
-            connection.assigned = client_id  # [MQTT5-3.1.3-7]
-        elif len(client_id) > hub.settings.max_client_id_bytes:
-            connection.refuse(Reason.BAD_CLIENT_ID)
-            return
-        if hub.refusing:
-            connection.refuse(Reason.UNAVAILABLE)
-            return
-        user = await connection.guard.authenticate(packet)
-        if user is None:
+        user = await connection.authenticate(packet)
+        if isinstance(user, Reason):
             log.info("client %s is not authorized", connection.peername)
-            connection.refuse(Reason.NOT_AUTHORIZED)
+            connection.refuse(user)
             return
         too_late = asyncio.get_running_loop().call_later(
             hub.settings.takeover_timeout_s, self._too_late, connection, client_id
@@ -181,16 +185,29 @@ class Registry:
             self._too_late(connection, client_id)
         except StoreError as error:
             log.warning("CONNECT of %r: %s", client_id, error)
-            refused = isinstance(error, NotOwner)
-            connection.refuse(Reason.NOT_AUTHORIZED if refused else Reason.UNAVAILABLE)
+            if isinstance(error, NotOwner):
+                connection.refuse(Reason.NOT_AUTHORIZED, b"the session belongs to another user")
+            else:
+                connection.refuse(Reason.UNAVAILABLE, b"the store does not answer")
         finally:
             too_late.cancel()
+
+    def _refusal(self, connection: Connection, packet: Connect) -> Reason | None:
+        """Why a CONNECT cannot be accepted, whoever it is from."""
+        client_id = packet.client_id
+        if len(client_id) > self.hub.settings.max_client_id_bytes:
+            return Reason.BAD_CLIENT_ID
+        if not (client_id or packet.clean_start or connection.five is not None):
+            return Reason.BAD_CLIENT_ID  # [MQTT-3.1.3-8]; MQTT 5 has it assigned
+        if self.hub.refusing:
+            return Reason.UNAVAILABLE
+        return connection.five.refuses(packet) if connection.five is not None else None
 
     def _too_late(self, connection: Connection, client_id: bytes) -> None:
         """The client is told; the CONNECT itself stops after what it is waiting for."""
         if not _left(connection):
             log.warning("CONNECT of %r gave up waiting", client_id)
-            connection.refuse(Reason.UNAVAILABLE)
+            connection.refuse(Reason.BUSY, b"the session is not free in time")
 
     async def _allowed(self, client_id: bytes) -> None:
         """Wait for the allowance of a client id that connects too often (in turn)."""
@@ -222,54 +239,52 @@ class Registry:
         incarnation = os.urandom(INCARNATION_BYTES)
         if packet.will is not None:
             hub.wills.store(_will(client_id, incarnation, user, packet.will))
-        session: Session | None = None
+        begun: _Begun | None = None
         try:
             if expiry_s == 0 and (packet.clean_start or stored is None):
-                present = False
-                session = await self._transient(
+                begun = await self._transient(
                     connection, packet, user, incarnation, stored=stored is not None
                 )
             else:
-                present, session = await self._durable(
+                begun = await self._durable(
                     connection, packet, user, incarnation, expiry_s=expiry_s
                 )
             if packet.will is not None:
                 await hub.wills.stored(incarnation)
         except BaseException:
             hub.wills.abandon(incarnation)
-            if session is not None:
-                self._undo(session)
+            if begun is not None:
+                self._undo(begun.session)
             raise
         if _left(connection):
             # nobody was told anything, so there is no will either [MQTT-3.1.2-8]
             hub.wills.abandon(incarnation)
-            self._undo(session)
+            self._undo(begun.session)
             return
-        session.has_will = packet.will is not None
-        self._accept(connection, session, present=present, clean_start=packet.clean_start)
+        begun.session.has_will = packet.will is not None
+        self._accept(connection, packet, begun)
 
     def _expiry_s(self, connection: Connection, *, clean_start: bool) -> int | None:
         """How long the session is kept after its connection, None = for ever. Before MQTT 5 Clean
         Session says both: begin afresh, and keep nothing."""
         settings = self.hub.settings
-        if connection.version == 5:
-            return connection.terms.granted_expiry_s(settings)
+        if connection.five is not None:
+            return connection.five.terms.granted_expiry_s(settings)
         return 0 if clean_start else settings.session_expiry_interval_s
 
-    def _accept(
-        self, connection: Connection, session: Session, *, present: bool, clean_start: bool
-    ) -> None:
+    def _accept(self, connection: Connection, packet: Connect, begun: _Begun) -> None:
         """The session begins, and its client is told."""
         hub = self.hub
+        session = begun.session
         client_id = session.client_id
-        hub.wills.returned(client_id, clean=clean_start)
-        if clean_start:
+        hub.wills.returned(client_id, clean=packet.clean_start)
+        if packet.clean_start:
             self.untold.pop(client_id, None)  # its client has asked for it
         self.owners[client_id] = session
         connection.session = session
         session.may_receive = connection.guard.may_receive
         hub.figures.connects += 1
-        connection.accept(session_present=present)
+        connection.accept(packet, session_present=begun.present, words=begun.words)
         connection.guard.connected(session)
         if isinstance(session, DurableSession):
             session.start()
@@ -282,7 +297,7 @@ class Registry:
         incarnation: bytes,
         *,
         stored: bool,
-    ) -> Session:
+    ) -> _Begun:
         """A clean session: what is stored for the id is deleted first [MQTT-3.1.2-6]."""
         hub = self.hub
         if stored:
@@ -297,7 +312,7 @@ class Registry:
                 )
             )
             self._uncount(outcome)
-        return TransientSession(
+        session = TransientSession(
             hub,
             connection,
             client_id=packet.client_id,
@@ -305,6 +320,7 @@ class Registry:
             incarnation=incarnation,
             window=min(hub.settings.max_inflight, connection.receive_maximum),
         )
+        return _Begun(session)
 
     async def _durable(
         self,
@@ -314,7 +330,7 @@ class Registry:
         incarnation: bytes,
         *,
         expiry_s: int | None,
-    ) -> tuple[bool, Session]:
+    ) -> _Begun:
         """A session that survives: acquired, and checked before CONNACK."""
         outcome = await self._acquire(
             connection, packet, user, incarnation, clean=packet.clean_start, expiry_s=expiry_s
@@ -323,7 +339,7 @@ class Registry:
         assert snapshot is not None
         present = outcome.existed
         if outcome.dropped and not packet.clean_start:
-            self.must_tell(packet.client_id)  # it had expired
+            self.must_tell(packet.client_id, EXPIRED)
         finding = Finding(Verdict.RESUME)
         if present and not _left(connection):
             finding = verdict(
@@ -361,7 +377,8 @@ class Registry:
             expiry_s=expiry_s,
         )
         session.fresh = not present
-        return present and packet.client_id not in self.untold, session
+        words = NO_WORDS if packet.clean_start else self.untold.get(packet.client_id)
+        return _Begun(session, present and words is None, words or NO_WORDS)
 
     def _detach(self, consumer_id: int, incarnation: bytes) -> None:
         """Leave a record that was acquired, as it is."""

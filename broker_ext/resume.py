@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from broker_ext.reasons import NO_WORDS, Words
 from storage.errors import DatabaseGenerationChanged, ResumeHistoryUnavailable, ResumeRefused
 
 if TYPE_CHECKING:
     from storage.api import LogState, Snapshot
 
-__all__ = ["Finding", "Verdict", "is_blank", "position_of", "verdict"]
+__all__ = ["Finding", "Verdict", "is_blank", "position_of", "verdict", "words_of"]
 
 
 class Verdict(Enum):
@@ -38,6 +39,26 @@ class Finding:
     verdict: Verdict
     reason: str = "ok"
     error: ResumeRefused | None = None
+
+
+def words_of(finding: Finding) -> Words:
+    """What an MQTT 5 client is told of its reset: ``resume: 410 history-pruned``, and the same in
+    User Properties, with its position and what that was compared with."""
+    error = finding.error
+    if error is None:
+        return NO_WORDS
+    what = f"{error.code} {finding.reason}"
+    pairs = {"resume": what}
+    if isinstance(error, ResumeHistoryUnavailable):
+        pairs |= {"position": str(error.position), "floor": str(error.floor)}
+    elif isinstance(error, DatabaseGenerationChanged):
+        pairs |= {
+            "position": str(error.position),
+            "head": str(error.head),
+            "generation": error.current,
+        }
+    told = tuple((name.encode(), value.encode()) for name, value in pairs.items())
+    return Words(f"resume: {what}".encode(), told)
 
 
 def position_of(snapshot: Snapshot) -> int:

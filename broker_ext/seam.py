@@ -57,6 +57,7 @@ from amqtt.session import Session as AmqttSession
 
 from broker_ext.connection import WRITE_HIGH_BYTES, Connection
 from broker_ext.hub import REFUSED_RESUME
+from broker_ext.reasons import Reason
 from broker_ext.registry import GaveUpError
 from broker_ext.session import REFUSED, End, Grant
 from broker_ext.transports import external_transport, websocket_transport
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
     from amqtt.broker import BrokerContext
     from websockets.asyncio.server import ServerConnection
 
+    from broker_ext.authentication import Exchange
     from broker_ext.connection import Transport
     from broker_ext.hub import Hub
     from broker_ext.retained import RetainedStore
@@ -281,7 +283,7 @@ class _HandlerView:
 
     async def stop(self) -> None:
         if self._connection is not None:
-            self._connection.finish(End("stopped by amqtt"))
+            self._connection.finish(End("stopped by amqtt", reason=Reason.ADMINISTRATIVE))
 
     async def handle_connection_closed(self) -> None:
         await self.stop()
@@ -330,6 +332,13 @@ class _PluginGuard:
         if view.is_anonymous and len(broker.plugins_manager._auth_plugins) < 2:
             return b""  # nobody but AnonymousAuthPlugin looked at it: the name means nothing
         return view.username.encode()
+
+    def exchange(self, method: bytes, client_id: bytes) -> Exchange | None:
+        for plugin in self.seam.broker.plugins_manager.plugins:
+            if getattr(plugin, "authentication_method", None) == method.decode():
+                made: Exchange = plugin.authentication_exchange(client_id=client_id.decode())
+                return made
+        return None
 
     async def may_publish(self, topic: bytes) -> bool:
         if await self.seam.permits(self.view, topic, Action.PUBLISH):
@@ -413,7 +422,8 @@ class _PluginGuard:
         view.transitions.disconnect()
         view._on_enter_disconnected()
         view.ours = view.password = view.ssl_object = None
-        self.seam.show_at_rest(view, kept=session.durable and end is not REFUSED_RESUME)
+        kept = session.expiry_s != 0 and end.name != REFUSED_RESUME.name
+        self.seam.show_at_rest(view, kept=kept)
         self.seam.fire(
             BrokerEvents.CLIENT_DISCONNECTED, client_id=view.client_id, client_session=view
         )

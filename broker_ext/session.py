@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol
 
 from broker_ext.options import PLAIN, gives_retained, options_of
-from broker_ext.reasons import Reason
+from broker_ext.reasons import NO_WORDS, Reason, Words
 from broker_ext.wire import (
     PACKET_ID,
     PUBACK_HEAD,
@@ -49,12 +49,13 @@ class End(NamedTuple):
     """Why a session's connection ends.
 
     name: one word for logs. publish_will: the will is published [MQTT-3.1.2-8]. reason: what an
-    MQTT 5 client is told in DISCONNECT, 0 = nothing.
+    MQTT 5 client is told in DISCONNECT, 0 = nothing; and in which words.
     """
 
     name: str
     publish_will: bool = True
     reason: int = 0
+    words: Words = NO_WORDS
 
 
 DISCONNECTED: Final = End("disconnect", publish_will=False)
@@ -351,6 +352,10 @@ class Session:
         """PUBREC from the subscriber."""
         raise NotImplementedError
 
+    def refused(self, packet_id: int) -> None:
+        """PUBREC with a reason why not: the delivery is over, without PUBREL (MQTT 5, 4.3.3)."""
+        raise NotImplementedError
+
     def pubcomp(self, packet_id: int) -> None:
         """PUBCOMP from the subscriber."""
         raise NotImplementedError
@@ -466,6 +471,10 @@ class TransientSession(Session):
         if self._under_way.get(packet_id) == 2:
             self._under_way[packet_id] = 3
         self.peer.write(PUBREL_HEAD + PACKET_ID[packet_id])
+
+    def refused(self, packet_id: int) -> None:
+        if self._under_way.get(packet_id) == 2:
+            del self._under_way[packet_id]
 
     def pubcomp(self, packet_id: int) -> None:
         if self._under_way.get(packet_id) == 3:

@@ -13,7 +13,7 @@ class Settings:
     """What ``DurableSessionPlugin.Config`` and amqtt's own configuration come to.
 
     Times: seconds (``_s``). Sizes: bytes. session_expiry_interval_s: None = for ever. max_age_s,
-    max_bytes, max_messages: hard caps of the history, None = none.
+    max_bytes, max_messages: hard caps of the history, None = none. max_keep_alive_s: 0 = none.
     """
 
     max_inflight: int = 100
@@ -25,6 +25,11 @@ class Settings:
     max_retained_bytes: int = 64 << 20
     max_qos: int = 2
     receive_maximum: int = 1000
+    topic_alias_maximum: int = 16
+    max_keep_alive_s: int = 0
+    response_information: str = ""
+    wildcard_subscriptions: bool = True
+    subscription_identifiers: bool = True
     shared_subscriptions: bool = False
     commit_bytes_max: int = 16 << 20
     connect_timeout_s: float = 10.0
@@ -44,3 +49,8 @@ class Settings:
     max_bytes: int | None = None
     max_messages: int | None = None
     versions: frozenset[int] = field(default_factory=lambda: frozenset({3, 4, 5}))
+
+    @property
+    def retain_available(self) -> bool:
+        """Whether anything is retained."""
+        return self.max_retained_messages > 0

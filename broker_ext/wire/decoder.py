@@ -57,6 +57,8 @@ class Decoder:
         otherwise the connection is taken as established with this version.
     versions: protocol levels that a CONNECT may ask for.
     names: the topic names shared by all decoders of one broker.
+
+    level: of the CONNECT, also of one that is refused; 0 = not known.
     """
 
     __slots__ = (
@@ -67,6 +69,7 @@ class Decoder:
         "_server",
         "_versions",
         "error",
+        "level",
         "version",
     )
 
@@ -84,6 +87,7 @@ class Decoder:
         if not versions <= VERSIONS_ALL or version not in (0, *VERSIONS_ALL):
             raise ValueError(f"versions are {sorted(VERSIONS_ALL)}")
         self.error: MalformedPacket | None = None
+        self.level = version
         self.version = version if version or server else 4
         self._bytes_max = packet_bytes_max
         self._server = server
@@ -255,6 +259,8 @@ class Decoder:
         length, body = self._read_length(data, 0)
         if not body:
             return 0
+        if data[body : body + 6] == b"\x00\x04MQTT" and len(data) > body + 6:
+            self.level = data[body + 6]
         if body + length > self._bytes_max:
             raise _too_large(self._bytes_max)
         stop = body + length

@@ -49,6 +49,7 @@ from tests.storage.harness import Memory
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
+    from broker_ext.authentication import Exchange
     from broker_ext.durable import DurableSession
     from broker_ext.session import End, Session
     from broker_ext.wire import Packet
@@ -81,6 +82,10 @@ class Guard:
             await self.broker.authenticating.wait()
         user = connect.username or b""
         return None if user == b"nobody" else user
+
+    def exchange(self, method: bytes, client_id: bytes) -> Exchange | None:
+        make = self.broker.methods.get(method)
+        return make(client_id) if make is not None else None
 
     async def may_publish(self, topic: bytes) -> bool:
         return not topic.startswith(b"forbidden")
@@ -130,6 +135,7 @@ class Broker:
         self.timers = False
         self.authenticating: asyncio.Event | None = None
         self.slow_filters: dict[bytes, asyncio.Event] = {}
+        self.methods: dict[bytes, Callable[[bytes], Exchange]] = {}
         self.ends: list[tuple[bytes, str]] = []
         self.clients: list[Client] = []
         self.guards: dict[str, Guard] = {}

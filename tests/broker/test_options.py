@@ -329,7 +329,7 @@ async def test_a_resumed_subscription_is_not_new(durable_broker: Broker) -> None
 
 
 async def test_overlapping_options_come_to_one_delivery_that_keeps_all_of_them() -> None:
-    async with running(max_inflight=2) as broker:
+    async with running(max_inflight=2, receive_maximum=2_000) as broker:
         client = await broker.connect(b"s", version=5)
         await client.subscribe((b"a/#", 2 | NO_LOCAL), properties=identifier(1))
         await client.subscribe((b"a/b", 0 | AS_PUBLISHED), properties=identifier(2))

@@ -168,6 +168,9 @@ class FakeGuard:
         self.link.arrived = self.world.ledger.arrival()
         return self.link.user
 
+    def exchange(self, method: bytes, client_id: bytes) -> None:
+        del method, client_id
+
     async def may_publish(self, topic: bytes) -> bool:
         return await self._may("may_publish", topic)
 

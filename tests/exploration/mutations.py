@@ -336,7 +336,9 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "wills: who has come back does not cancel the will that a crash left",
         "wills_after_a_crash",
-        source(Registry, "_accept", "hub.wills.returned(client_id, clean=clean_start)", "pass"),
+        source(
+            Registry, "_accept", "hub.wills.returned(client_id, clean=packet.clean_start)", "pass"
+        ),
     )
     yield Mutation(
         "connection: acknowledgements do not wait for the commit",

@@ -27,6 +27,10 @@ NUMBERS: dict[str, tuple[float, float | None]] = {
     "max_inflight": (1, 65_535),
     "max_packet_bytes": (1024, 268_435_455),
     "max_client_id_bytes": (23, 65_535),
+    "max_qos": (0, 2),
+    "receive_maximum": (1, 65_535),
+    "topic_alias_maximum": (0, 65_535),
+    "max_keep_alive": (0, 65_535),
     "max_queued_messages": (1, None),
     "max_queued_bytes": (1, None),
     "max_retained_messages": (0, None),
@@ -43,7 +47,14 @@ NUMBERS: dict[str, tuple[float, float | None]] = {
     "will_recovery_delay": (0, None),
     "map_bytes_max": (1 << 20, None),
 }
-OTHERS = {"data", "history_filters", "publish_wills_after_crash"}
+OTHERS = {
+    "data",
+    "history_filters",
+    "publish_wills_after_crash",
+    "response_information",
+    "wildcard_subscriptions",
+    "subscription_identifiers",
+}
 SECONDS = [name for name, (low, _) in NUMBERS.items() if isinstance(low, float)] + [
     "retain_for",
     "max_age",

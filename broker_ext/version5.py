@@ -1,0 +1,178 @@
+"""What MQTT 5 adds to a connection, in one place; ``Connection`` does what both versions do.
+
+Pure: packets and bytes, no socket, no clock. An MQTT 3.1.1 connection has none of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from broker_ext.aliases import Aliases, AliasesIn
+from broker_ext.limits import InFlight
+from broker_ext.reasons import NO_WORDS, Reason, Words
+from broker_ext.terms import Terms, refuses_will, told, valid_payload
+from broker_ext.wire import (
+    Connack,
+    MalformedPacket,
+    Properties,
+    encode,
+    properties_field,
+)
+from broker_ext.wire.properties import (
+    MESSAGE_EXPIRY_S,
+    REASON_STRING,
+    TOPIC_ALIAS,
+    USER_PROPERTY,
+)
+
+if TYPE_CHECKING:
+    from broker_ext.authentication import Dialogue
+    from broker_ext.settings import Settings
+    from broker_ext.wire import Connect, Packet, PropertyValue, Publish
+    from storage.api import Entry
+
+__all__ = ["Version5", "with_words"]
+
+_EXPIRY: Final = bytes((MESSAGE_EXPIRY_S,))
+_NOTHING: Final = b"\0"
+
+
+class Version5:
+    """The MQTT 5 half of one connection, from its CONNECT on.
+
+    dialogue: an exchange of enhanced authentication that is under way. method: the Authentication
+    Method of the connection, None = none.
+    """
+
+    __slots__ = (
+        "_aliases",
+        "_aliases_in",
+        "_assigns",
+        "dialogue",
+        "in_flight",
+        "method",
+        "settings",
+        "terms",
+    )
+
+    def __init__(self, connect: Connect, settings: Settings) -> None:
+        self.settings = settings
+        self._assigns = not connect.client_id
+        self.terms = Terms.of(connect)
+        self.in_flight = InFlight(settings.receive_maximum)
+        self.method: bytes | None = None
+        self.dialogue: Dialogue | None = None
+        self._aliases_in = AliasesIn(settings.topic_alias_maximum)
+        self._aliases = Aliases(self.terms.aliases_max) if self.terms.aliases_max else None
+
+    def refuses(self, connect: Connect) -> Reason | None:
+        """Why a CONNECT cannot be accepted, whoever it is from; None if it can."""
+        if connect.will is not None:
+            reason = refuses_will(connect.will, self.settings)
+            if reason is not None:
+                return reason
+        if self.encode(self.connack(connect)) is None:
+            return Reason.PACKET_TOO_LARGE  # it could not be told what it must know
+        return None
+
+    # ------------------------------------------------------------------ what is received
+
+    def received(self, packet: Publish) -> Publish:
+        """A PUBLISH with its topic, and within what CONNACK said. Raises MalformedPacket."""
+        flags, topic, packet_id, payload, properties = packet
+        settings = self.settings
+        if properties is not None:
+            alias = properties.get(TOPIC_ALIAS)
+            if alias is not None:
+                packet = packet._replace(topic=self._aliases_in.topic(alias, topic))
+            if not flags & 6 and not valid_payload(properties, payload):
+                what = "a QoS 0 payload is not UTF-8, as it says"
+                raise MalformedPacket(Reason.PAYLOAD_FORMAT, "MQTT5-3.3.2.3.2", what)
+        if flags & 6:
+            if flags >> 1 & 3 > settings.max_qos:
+                what = "a QoS above the maximum"
+                raise MalformedPacket(Reason.QOS_UNSUPPORTED, "MQTT5-3.2.2-11", what)
+            if not self.in_flight.begin(packet_id):
+                what = "more messages under way than the receive maximum"
+                raise MalformedPacket(Reason.RECEIVE_MAXIMUM, "MQTT5-3.3.4-9", what)
+        if flags & 1 and not settings.retain_available:
+            what = "a retained message, and retain is not available"
+            raise MalformedPacket(Reason.RETAIN_UNSUPPORTED, "MQTT5-3.2.2-14", what)
+        return packet
+
+    # ---------------------------------------------------------------------- what is sent
+
+    def encode(self, packet: Packet) -> bytes | None:
+        """The bytes of any packet but PUBLISH, as its client may be sent it.
+
+        Without Reason String and User Properties where the client asked for no problem information
+        [MQTT5-3.1.2-29], or where the packet would be larger than it takes. None: it is larger even
+        so, and must not be sent [MQTT5-3.1.2-24].
+        """
+        most = self.terms.packet_bytes_max
+        left_out: tuple[int, ...] = () if self.terms.problems else (USER_PROPERTY, REASON_STRING)
+        data = encode(_without(packet, left_out), 5)
+        if not most or len(data) <= most:
+            return data
+        for left_out in ((USER_PROPERTY,), (USER_PROPERTY, REASON_STRING)):
+            data = encode(_without(packet, left_out), 5)
+            if len(data) <= most:
+                return data
+        return None
+
+    def connack(
+        self,
+        connect: Connect,
+        session_present: bool = False,
+        words: Words = NO_WORDS,
+        authenticated: Properties | None = None,
+    ) -> Connack:
+        """CONNACK of a connection that is accepted. connect: with its client id as it is now."""
+        pairs = told(self.settings, self.terms, connect, assigned=self._assigns).pairs
+        if authenticated is not None:
+            pairs = (*pairs, *authenticated.pairs)
+        return Connack(session_present, Reason.SUCCESS, with_words(words, pairs))
+
+    def change_expiry(self, expiry_s: int) -> int | None:
+        """DISCONNECT changes the Session Expiry Interval; returns what is granted, None = for
+        ever."""
+        self.terms = replace(self.terms, expiry_s=expiry_s)
+        return self.terms.granted_expiry_s(self.settings)
+
+    def dialogue_over(self, data: bytes | None) -> Properties | None:
+        """The exchange has succeeded; returns what the client is told with that."""
+        dialogue, self.dialogue = self.dialogue, None
+        return dialogue.properties(data) if dialogue is not None else None
+
+    def head_and_properties(
+        self, entry: Entry, identifiers: bytes, now_ms: int
+    ) -> tuple[bytes, bytes]:
+        """The topic of a PUBLISH and its properties with their length."""
+        topic = entry.topic
+        properties = identifiers + entry.properties
+        if entry.expires_ms:  # what is left of it [MQTT5-3.3.2-6]
+            left_s = max((entry.expires_ms - now_ms + 999) // 1000, 0)
+            properties = _EXPIRY + left_s.to_bytes(4, "big") + properties
+        if self._aliases is not None:
+            topic, alias = self._aliases.shorten(topic)
+            properties = alias + properties
+        return topic, properties_field(properties) if properties else _NOTHING
+
+
+def with_words(
+    words: Words, pairs: tuple[tuple[int, PropertyValue], ...] = ()
+) -> Properties | None:
+    """Properties with a Reason String and User Properties behind them; None if there are none."""
+    if words.text:
+        pairs = (*pairs, (REASON_STRING, words.text))
+    pairs = (*pairs, *((USER_PROPERTY, pair) for pair in words.pairs))
+    return Properties(pairs) if pairs else None
+
+
+def _without(packet: Packet, left_out: tuple[int, ...]) -> Packet:
+    properties: Properties | None = getattr(packet, "properties", None)
+    if not left_out or properties is None:
+        return packet
+    kept = tuple(pair for pair in properties.pairs if pair[0] not in left_out)
+    return packet._replace(properties=Properties(kept) if kept else None)  # type: ignore[call-arg]
