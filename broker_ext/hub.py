@@ -182,6 +182,7 @@ class Hub:
             PRUNE_BLOCKS_MAX,
             older_than_ms=older_than_ms,
             bytes_max=settings.max_bytes or 0,
+            now_ms=now_ms,
         )
         while True:
             begun_s = self.clock.monotonic()

@@ -492,6 +492,7 @@ class Prune:
     bytes_max: forced: delete the oldest blocks while the history takes more (LogState.bytes),
         likewise; 0 = none forced.
     before_ms: of what no consumer needs, keep blocks stored at or after it (retain_for).
+    now_ms: what has expired by then is lost to nobody, and leaves no mark; 0 = everything does.
     marks_max: topics that have nothing left keep their pruned_through mark until there are more
         than this many marks; then the lowest ones fold into the coarse floor.
     Outcome: Pruned.
@@ -503,6 +504,7 @@ class Prune:
     marks_max: int = 100_000
     older_than_ms: int = 0
     bytes_max: int = 0
+    now_ms: int = 0
 
 
 class Pruned(NamedTuple):

@@ -254,12 +254,30 @@ class Block:
             return set(self.names)
         return {self.names[row[3]] for row in self.rows()}
 
-    def last_of_topics(self, through: int) -> dict[bytes, int]:
-        """Topic -> its last offset at or below ``through``; never too low, if damage hides it."""
+    def last_of_topics(self, through: int, now_ms: int = 0) -> dict[bytes, int]:
+        """Topic -> its last offset at or below ``through``; never too low, if damage hides it.
+
+        Of entries that had not expired at ``now_ms``; 0 = all of them had.
+        """
         if not self.is_sound:
             return dict.fromkeys(self.names, min(through, self.last))
         rows = self.rows()[: max(0, through + 1 - self.first)]
-        return {self.names[row[3]]: offset for offset, row in enumerate(rows, start=self.first)}
+        if not (now_ms and any(row[2] & _HAS_EXPIRY for row in rows)):
+            return {self.names[row[3]]: offset for offset, row in enumerate(rows, start=self.first)}
+        found: dict[bytes, int] = {}
+        for position, row in enumerate(rows):
+            topic = self.names[row[3]]
+            if row[2] & _HAS_EXPIRY and self._is_over(position, now_ms):
+                found.setdefault(topic, 0)
+            else:
+                found[topic] = self.first + position
+        return found
+
+    def _is_over(self, position: int, now_ms: int) -> bool:
+        try:
+            return self.entry(position).expires_ms <= now_ms
+        except Damage:
+            return False  # nobody can tell
 
     @property
     def raw_bytes(self) -> int:

@@ -430,7 +430,8 @@ class MemoryStore:
             floor += 1
             blocks += 1
             payload_bytes += len(stored.entry.payload)
-            self._put(tables.marks, stored.entry.topic, floor)
+            if not 0 < stored.entry.expires_ms <= op.now_ms:
+                self._put(tables.marks, stored.entry.topic, floor)
             self._put(tables.history, floor, None)
         tables.ends = replace(tables.ends, floor=floor)
         self._fold_marks(op.marks_max)

@@ -1,9 +1,10 @@
 """Retention: deleting history from the old end, and knowing afterwards what was lost.
 
 Whole blocks are deleted; the floor may lie inside one, and what is at or below it is gone all the
-same. For each topic that lost something its last deleted offset is kept, its *mark*. A topic
-per message can be invented, so marks are bounded: above ``marks_max`` the lowest fold into the
-*coarse* floor, and topics that have nothing else left are forgotten. The lowest go first whether
+same. For each topic that lost something its last deleted offset is kept, its *mark*; what had
+expired by then was lost to nobody, and leaves none. A topic per message can be invented, so marks
+are bounded: above ``marks_max`` the lowest fold into the *coarse* floor, and topics that have
+nothing else left are forgotten. The lowest go first whether
 their topic has entries left or not: a mark at or below the coarse floor says nothing more.
 
 Rule 1. Marks, the coarse floor and the floor only rise, in the transaction that deletes. What is
@@ -108,7 +109,8 @@ def prune(txn: WriteTxn, history: History, op: Prune) -> Pruned:
 
 
 class _Pruning:
-    """One Prune. lost: topic id -> its last offset that goes. last_first: of the last block."""
+    """One Prune. lost: topic id -> its last offset that goes, but for those that had expired (0 =
+    all had). last_first: of the last block."""
 
     def __init__(self, txn: WriteTxn, history: History, op: Prune) -> None:
         self._txn = txn
@@ -129,19 +131,19 @@ class _Pruning:
             self._history.tail.index(self._txn, ends)
         while (row := next(self._txn.scan(Space.HISTORY), None)) is not None:
             key, raw = row
-            block = _Old(self._txn, ends, key, raw)
+            block = _Old(self._txn, ends, key, raw, self._op.now_ms)
             is_old = block.stored_ms < self._op.before_ms
             is_too_old = block.stored_ms < self._op.older_than_ms
             is_forced = block.last <= through or is_too_old or self._is_too_large()
             if not is_forced and not (block.last <= unneeded and is_old):
                 if through > ends.floor:
-                    self._lost.update(block.last_of_topics(through))
+                    self._note(block.last_of_topics(through))
                     ends.floor = through
                 return False
             if self.blocks == self._op.blocks_max:
                 return True
             lost = block.last_of_topics(block.last)
-            self._lost.update(lost)
+            self._note(lost)
             if not lost:  # nobody can tell whose entries these were
                 ends.coarse = max(ends.coarse, block.last)
             self._last_first = block.first
@@ -153,6 +155,10 @@ class _Pruning:
             ends.floor = max(ends.floor, block.last)
         return False
 
+    def _note(self, lost: dict[int, int]) -> None:
+        for number, offset in lost.items():
+            self._lost[number] = max(self._lost.get(number, 0), offset)
+
     def _is_too_large(self) -> bool:
         return 0 < self._op.bytes_max < self._ends.bytes
 
@@ -161,6 +167,9 @@ class _Pruning:
         forget(self._txn, (UNKNOWN, *self._lost), self._last_first)
         for number, offset in self._lost.items():
             packed_id = U64.pack(number)
+            if not offset:
+                _forget_if_empty(self._txn, self._history, packed_id)
+                continue
             before = self._txn.get(Space.MARK, packed_id)
             if before is None:
                 self._ends.marks += 1
@@ -175,8 +184,9 @@ class _Pruning:
 class _Old:
     """A block at the old end, damaged or not."""
 
-    def __init__(self, txn: ReadTxn, ends: Ends, key: bytes, raw: bytes) -> None:
+    def __init__(self, txn: ReadTxn, ends: Ends, key: bytes, raw: bytes, now_ms: int) -> None:
         self._txn = txn
+        self._now_ms = now_ms
         self.first = int.from_bytes(key, "big")
         self._block: Block | None = None
         try:
@@ -192,7 +202,7 @@ class _Old:
             self.body_bytes = block.body_bytes
 
     def last_of_topics(self, through: int) -> dict[int, int]:
-        """Topic id -> its last offset at or below ``through``.
+        """Topic id -> its last offset at or below ``through`` that had not expired, 0 = none.
 
         Of a block that tells nothing the index knows the topics (slow), and each is taken to have
         lost its last entry.
@@ -202,7 +212,7 @@ class _Old:
             last = min(through, self.last)
             return {number: last for number in ids if is_in(self._txn, number, self.first)}
         found: dict[int, int] = {}
-        for topic, offset in self._block.last_of_topics(through).items():
+        for topic, offset in self._block.last_of_topics(through, self._now_ms).items():
             number = topic_id(self._txn, topic)
             if number is not None:  # a name that is only an origin, in a damaged table
                 found[number] = offset
@@ -219,10 +229,17 @@ def _fold(txn: WriteTxn, history: History, marks_max: int) -> None:
         txn.delete(Space.MARK, packed_id)
         ends.marks -= 1
         ends.coarse = max(ends.coarse, int.from_bytes(key[:8], "big"))
-        following = U64.pack(int.from_bytes(packed_id, "big") + 1)
-        if next(txn.scan(Space.TOPIC_INDEX, packed_id, following), None) is None:
-            name = txn.get(Space.TOPIC_NAME, packed_id)
-            assert name is not None, "a mark has a topic"
-            txn.delete(Space.TOPIC, key_of(name))
-            txn.delete(Space.TOPIC_NAME, packed_id)
-            history.tail.forget(name)
+        _forget_if_empty(txn, history, packed_id)
+
+
+def _forget_if_empty(txn: WriteTxn, history: History, packed_id: bytes) -> None:
+    """Forget a topic that has neither entries nor a mark."""
+    following = U64.pack(int.from_bytes(packed_id, "big") + 1)
+    if txn.get(Space.MARK, packed_id) is None and (
+        next(txn.scan(Space.TOPIC_INDEX, packed_id, following), None) is None
+    ):
+        name = txn.get(Space.TOPIC_NAME, packed_id)
+        assert name is not None, "a topic has a name"
+        txn.delete(Space.TOPIC, key_of(name))
+        txn.delete(Space.TOPIC_NAME, packed_id)
+        history.tail.forget(name)

@@ -224,6 +224,24 @@ async def test_what_may_have_been_sent_before_it_expired_is_sent_again(broker: B
     assert await broker.unsettled(b"s") == []
 
 
+async def test_a_session_is_not_reset_for_what_had_expired_when_it_was_pruned() -> None:
+    for seconds, present in ((1, True), (100, False)):
+        async with running(max_messages=2, prune_interval_s=1.0) as broker:
+            await broker.sleeper(b"s", b"t/#")
+            sender = await publisher(broker)
+            for number in range(10):
+                sender.publish(b"t/%d" % number, b"short", properties=expiring(seconds))
+            for number in range(2):
+                sender.publish(b"t/0", b"%d" % number)
+            await sender.until_ping()
+            broker.clock.advance(ms=1_000)
+            await broker.hub._prune()
+            client = await broker.connect(b"s", version=5)
+            assert client.connack.session_present is present
+            if present:
+                assert await client.payloads(2) == [b"0", b"1"]
+
+
 async def test_an_expired_message_is_not_delivered_though_the_clock_was_set_back(
     durable_broker: Broker,
 ) -> None:

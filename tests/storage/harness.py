@@ -272,8 +272,9 @@ class Database:
         blocks_max: int = 1000,
         marks_max: int = 1000,
         older_than_ms: int = 0,
+        now_ms: int = 0,
     ) -> Pruned:
-        op = Prune(through, before_ms, blocks_max, marks_max, older_than_ms)
+        op = Prune(through, before_ms, blocks_max, marks_max, older_than_ms, now_ms=now_ms)
         pruned = await self.do(op)
         assert isinstance(pruned, Pruned)
         assert pruned.floor == (await self.store.log()).floor

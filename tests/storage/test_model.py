@@ -419,7 +419,14 @@ class Machine(RuleBasedStateMachine):
         """The backends prune alike, within what the model allows, and the model follows."""
         self.submit()
         older_than_ms = 0 if forced_age_ms is None else self.now_ms - forced_age_ms
-        op = Prune(through, self.now_ms - age_ms, blocks_max, marks_max, older_than_ms)
+        op = Prune(
+            through,
+            self.now_ms - age_ms,
+            blocks_max,
+            marks_max,
+            older_than_ms,
+            now_ms=self.now_ms,
+        )
         floor = self.run(self.model.store.log()).floor
         allowed = self.allowed(op)
         pruned = {name: self.run(db.do(op)) for name, db in self.others.items()}
@@ -432,7 +439,7 @@ class Machine(RuleBasedStateMachine):
             floor = outcome.floor
         if not pruned:
             floor = allowed
-        follow = Prune(floor, 0, 1 << 30, marks_max)
+        follow = Prune(floor, 0, 1 << 30, marks_max, now_ms=self.now_ms)
         assert self.run(self.model.do(follow)).floor == floor
         self.compare()
 

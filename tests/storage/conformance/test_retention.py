@@ -364,6 +364,26 @@ async def test_a_pruned_topic_that_begins_with_a_dollar_is_no_loss_for_a_wildcar
     assert await loss(db, b"system") == Loss(b"$SYS/x", 1)
 
 
+async def test_what_had_expired_when_it_was_pruned_is_no_loss(db: Database) -> None:
+    for client_id, topic in ((b"both", b"#"), (b"short", b"short"), (b"mixed", b"mixed")):
+        await db.subscriber(client_id, topic)
+    short = message(b"short", expires_ms=NOW_MS)
+    await db.append(
+        message(b"mixed"), short, message(b"mixed", expires_ms=NOW_MS), message(b"kept"), short
+    )
+    await db.prune(through=3, now_ms=NOW_MS)
+    await db.prune(through=5, now_ms=NOW_MS)
+    assert await loss(db, b"short") is None
+    assert await loss(db, b"mixed") == Loss(b"mixed", 1)
+    assert await loss(db, b"both") == Loss(b"kept", 4)
+    await db.append(short, short)
+    await db.prune(through=7, now_ms=NOW_MS - 1)  # these had not
+    assert await loss(db, b"short") == Loss(b"short", 7)
+    await db.append(*(message(b"short/%d" % n, expires_ms=NOW_MS) for n in range(50)))
+    await db.prune(through=57, now_ms=NOW_MS)  # and leave no topics behind
+    assert await loss(db, b"both") == Loss(b"short", 7)
+
+
 async def test_what_was_pruned_below_the_position_is_no_loss(db: Database) -> None:
     consumer = await db.subscriber(b"dev", b"t")
     await ten(db)
