@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Version5", "with_words"]
 
+OVERHEAD_BYTES: Final = 20
+"""What a PUBLISH is longer than topic, properties and payload, with an alias: 17 at most."""
 _EXPIRY: Final = bytes((MESSAGE_EXPIRY_S,))
 _NOTHING: Final = b"\0"
 
@@ -154,10 +156,17 @@ class Version5:
         if entry.expires_ms:  # what is left of it [MQTT5-3.3.2-6]
             left_s = max((entry.expires_ms - now_ms + 999) // 1000, 0)
             properties = _EXPIRY + left_s.to_bytes(4, "big") + properties
-        if self._aliases is not None:
+        if self._aliases is not None and not self._is_near_limit(entry, properties):
             topic, alias = self._aliases.shorten(topic)
             properties = alias + properties
         return topic, properties_field(properties) if properties else _NOTHING
+
+    def _is_near_limit(self, entry: Entry, properties: bytes) -> bool:
+        """Whether a new alias could make a packet larger than its client takes."""
+        most = self.terms.packet_bytes_max
+        if not most:
+            return False
+        return len(entry.topic) + len(properties) + len(entry.payload) + OVERHEAD_BYTES > most
 
 
 def with_words(

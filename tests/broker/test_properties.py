@@ -18,6 +18,7 @@ from broker_ext.wire.properties import (
     RECEIVE_MAX,
     RESPONSE_TOPIC,
     SUBSCRIPTION_ID,
+    TOPIC_ALIAS_MAX,
     USER_PROPERTY,
 )
 from storage.api import Entry
@@ -362,18 +363,19 @@ async def _history_of(broker: Broker) -> list[Entry]:
     return [entry for entry, _ in chunk.entries]
 
 
-async def test_the_largest_packet_that_a_client_takes_is_sent(broker: Broker) -> None:
+@pytest.mark.parametrize("aliases", [0, 64])
+async def test_the_largest_packet_that_a_client_takes_is_sent(broker: Broker, aliases: int) -> None:
     for total in (120, 127, 128, 129, 130, 131, 140):
         for payload in range(total - 30, total):
             entry = Entry(0, b"t", bytes(payload), 1, properties=ALL.forwarded()[:2])
             packet = Publish(2, b"t", 1, entry.payload, Properties(((PAYLOAD_FORMAT, 1),)))
             assert publish_bytes(entry, 1, b"") == len(encode(packet, 5))
-    limit = Properties(((PACKET_BYTES_MAX, 140),))
+    limit = Properties(((PACKET_BYTES_MAX, 140), (TOPIC_ALIAS_MAX, aliases)))
     client = await broker.connect(b"s", version=5, properties=limit)
-    await client.subscribe((b"t", 1), properties=Properties(((SUBSCRIPTION_ID, 7),)))
+    await client.subscribe((b"topic/+", 1), properties=Properties(((SUBSCRIPTION_ID, 7),)))
     sender = await publisher(broker)
     for size in range(140):
-        sender.publish(b"t", bytes(size), 0, properties=expiring(60))
+        sender.publish(b"topic/%d" % (size % 50), bytes(size), 0, properties=expiring(60))
     await sender.until_ping()
     got = [p for p in await client.until_ping() if isinstance(p, Publish)]
     sizes = [len(encode(p, 5)) for p in got]
