@@ -18,6 +18,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Final, Protocol
 
 from broker_ext.authentication import Accepted, Dialogue, method_of
+from broker_ext.feed import BadAskError, ask_of
 from broker_ext.reasons import NO_WORDS, Reason, Words, return_code
 from broker_ext.session import DISCONNECTED, End, Grant
 from broker_ext.terms import ANY, keep_alive_s, valid_payload
@@ -528,14 +529,25 @@ class Connection(asyncio.Protocol):
             qos = min(options & 3, self.hub.settings.max_qos)
             grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code))
         had = {grant.filter for grant in grants if grant.filter in session.subscriptions}
-        codes = await session.subscribe(grants)
+        words = NO_WORDS
+        try:
+            ask = ask_of(packet.properties)
+        except BadAskError as error:
+            codes = [Reason.IMPLEMENTATION if g.allowed else g.code for g in grants]
+            words = error.words
+        else:
+            if ask is None:
+                codes = await session.subscribe(grants)
+            else:
+                codes, words = await session.read_history(grants, ask)
         if session.sealed or self.closed:
             return
-        self.send(Suback(packet.packet_id, bytes(codes)))
+        self.send(Suback(packet.packet_id, bytes(codes), with_words(words)))
         for grant, code in zip(grants, codes, strict=True):
             if code < 0x80:
                 self.guard.subscribed(grant.filter, code)
                 session.give_retained(grant, code, existed=grant.filter in had)
+        session.start_reading()
 
     async def _unsubscribe(self, session: Session, packet: Unsubscribe) -> None:
         codes = await session.unsubscribe(list(packet.filters))

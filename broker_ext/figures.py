@@ -18,6 +18,7 @@ class Figures:
     refused_quota: messages of MQTT 5 publishers refused with 0x97.
     expired_messages: copies of messages not delivered, or no longer retained, because their Message
         Expiry Interval had passed.
+    feeds, feeds_refused: subscriptions that read the history from the client's own position.
     too_large: deliveries not made, because the client takes no packet that large.
     gaps: losses of history that were skipped (``on_history_pruned: skip``).
     verified: sessions whose replay reached the end of the history.
@@ -41,6 +42,8 @@ class Figures:
     refused_quota: int = 0
     expired_messages: int = 0
     too_large: int = 0
+    feeds: int = 0
+    feeds_refused: int = 0
     resumed: int = 0
     rebound: int = 0
     fenced: int = 0

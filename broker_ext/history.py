@@ -223,17 +223,43 @@ class HistorySubscription:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> HistoryMessage:
+    async def begin(self) -> None:
+        """Read what there is to read at once, so that a position that cannot be continued is known
+        before the first message is asked for. Raises as the iterator does."""
+        try:
+            await self._rewind()
+            if self._through < self._hub.committer.head:
+                await self._fill()
+        except StoreError as error:
+            self._fail(error)
+            raise
+
+    async def next_entry(self) -> Entry | None:
+        """The next message as it is stored; None when the subscription was closed."""
         while not self._buffer:
             if self._closed:
-                raise StopAsyncIteration
+                return None
             try:
+                await self._rewind()
                 await self._fill()
             except StoreError as error:
-                self._refuse(error)
-                await self.aclose()
+                self._fail(error)
                 raise
-        entry = self._buffer.popleft()
+        return self._buffer.popleft()
+
+    def _fail(self, error: StoreError) -> None:
+        self._refuse(error)
+        self.close()
+
+    async def _rewind(self) -> None:
+        if self._previous:
+            self._through = await self._back(self._previous)
+            self._previous = 0
+
+    async def __anext__(self) -> HistoryMessage:
+        entry = await self.next_entry()
+        if entry is None:
+            raise StopAsyncIteration
         position = Position(self.generation, entry.offset)
         return HistoryMessage(
             entry.topic.decode(), entry.payload, entry.qos, position, entry.properties
@@ -241,9 +267,6 @@ class HistorySubscription:
 
     async def _fill(self) -> None:
         """Read on, or wait for the next commit."""
-        if self._previous:
-            self._through = await self._back(self._previous)
-            self._previous = 0
         committer = self._hub.committer
         head = committer.head
         if self._through >= head:
@@ -294,6 +317,10 @@ class HistorySubscription:
 
     async def aclose(self) -> None:
         """End the subscription. Idempotent."""
+        self.close()
+
+    def close(self) -> None:
+        """The same, at once."""
         if self._closed:
             return
         self._closed = True

@@ -9,7 +9,7 @@ The answer for a topic (a ``Route``) is remembered until any subscription change
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 from broker_ext.options import joined, options_of
 from broker_ext.topics import FilterTree
@@ -21,14 +21,35 @@ if TYPE_CHECKING:
     from broker_ext.figures import Figures
     from broker_ext.options import Options
     from broker_ext.retained import RetainedStore
-    from broker_ext.session import Session
     from storage.api import FilterCount
     from storage.committer import Committer
 
-__all__ = ["Route", "Router"]
+__all__ = ["Receiver", "Route", "Router"]
 
 ROUTES_MAX: Final = 65_536
 """Topics whose receivers are remembered; a client can invent a topic per message (P12)."""
+
+
+class Receiver(Protocol):
+    """Somebody who is delivered to: a session, or what stands for one."""
+
+    @property
+    def durable(self) -> bool:
+        """Whether it is offered what is logged."""
+        ...
+
+    @property
+    def client_id(self) -> bytes:
+        """Whom No Local is about."""
+        ...
+
+    def offer(self, entry: Entry, qos: int, options: Options, /) -> None:
+        """A logged entry, as it is appended, for one who is durable and has QoS >= 1."""
+        ...
+
+    def pass_on(self, entry: Entry, qos: int, options: Options, /) -> None:
+        """A message to deliver from memory."""
+        ...
 
 
 class _Place:
@@ -38,7 +59,7 @@ class _Place:
 
     def __init__(self) -> None:
         self.durable = 0
-        self.subscribers: dict[Session, tuple[int, Options]] | None = None
+        self.subscribers: dict[Receiver, tuple[int, Options]] | None = None
 
 
 class Route:
@@ -55,8 +76,8 @@ class Route:
 
     def __init__(self, log: bool) -> None:
         self.log = log
-        self.durable: list[tuple[Session, int, Options]] = []
-        self.direct: list[tuple[Session, int, Options]] = []
+        self.durable: list[tuple[Receiver, int, Options]] = []
+        self.direct: list[tuple[Receiver, int, Options]] = []
         self.local: set[bytes] = set()
 
     @property
@@ -95,7 +116,12 @@ class Router:
         self._forget(topic_filter, place)
 
     def attach(
-        self, session: Session, topic_filter: bytes, qos: int, options: int = 0, identifier: int = 0
+        self,
+        session: Receiver,
+        topic_filter: bytes,
+        qos: int,
+        options: int = 0,
+        identifier: int = 0,
     ) -> None:
         """Deliver what matches to a connected session. options, identifier: of a Subscription."""
         place = self._places.at(topic_filter)
@@ -104,7 +130,7 @@ class Router:
         place.subscribers[session] = (qos, options_of(options, identifier))
         self._changed()
 
-    def detach(self, session: Session, topic_filter: bytes) -> None:
+    def detach(self, session: Receiver, topic_filter: bytes) -> None:
         """Undo ``attach``; harmless if it was not done."""
         place = self._places.find(topic_filter)
         if place is not None and place.subscribers is not None:
@@ -148,7 +174,7 @@ class Router:
     def _find(self, topic: bytes, origin: bytes | None = None) -> Route:
         log = False
         local: set[bytes] = set()
-        receivers: dict[Session, tuple[int, Options]] = {}
+        receivers: dict[Receiver, tuple[int, Options]] = {}
         for place in self._places.match(topic):
             if place.durable:
                 log = True

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol
 
+from broker_ext.feed import FEEDS_MAX, STORED_SESSION, Ask, Feed, words_for
 from broker_ext.options import PLAIN, gives_retained, options_of
 from broker_ext.reasons import NO_WORDS, Reason, Words
 from broker_ext.wire import (
@@ -26,6 +27,7 @@ from broker_ext.wire import (
     variable_length,
 )
 from storage.api import RETAINED
+from storage.errors import ResumeRefused, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
@@ -375,6 +377,16 @@ class Session:
         everywhere if it could not be saved and nothing changed."""
         raise NotImplementedError
 
+    async def read_history(self, grants: list[Grant], ask: Ask) -> tuple[list[int], Words]:
+        """Make subscriptions that read the history from the client's own position. Returns the
+        SUBACK reason codes, and the words that go with them. ``start_reading`` follows the SUBACK.
+        """
+        del ask
+        return _refused(grants, Reason.IMPLEMENTATION), STORED_SESSION
+
+    def start_reading(self) -> None:
+        """SUBACK was written: what ``read_history`` has made begins."""
+
     def give_retained(self, grant: Grant, qos: int, *, existed: bool = False) -> None:
         """Send the retained messages of a subscription that was granted [MQTT-3.3.1-6], after its
         SUBACK. existed: there was one with this filter before."""
@@ -413,6 +425,10 @@ class Session:
             self._guard_task.cancel()
 
 
+def _refused(grants: list[Grant], code: int) -> list[int]:
+    return [code if grant.allowed else grant.code for grant in grants]
+
+
 class TransientSession(Session):
     """A session that ends with its connection. Its queue is bounded: beyond
     ``max_queued_messages`` a new message is dropped and counted."""
@@ -434,6 +450,7 @@ class TransientSession(Session):
         self._queue: deque[tuple[Entry, int, bool, bytes]] = deque()
         self._queued_bytes = 0
         self._next_packet_id = 1
+        self._feeds: list[Feed] = []
 
     def _deliver_acknowledged(
         self, entry: Entry, qos: int, retain: bool, identifiers: bytes
@@ -488,11 +505,79 @@ class TransientSession(Session):
             self._send(entry, qos, retain, identifiers)
         if self._walks and not self.sealed:
             self._walk()
+        for feed in self._feeds:
+            feed.turn_over()
 
     def _room_for_retained(self) -> bool:
         return (
             super()._room_for_retained() and not self._queue and len(self._under_way) < self.window
         )
+
+    # -------------------------------------------------- what reads the history for the client
+
+    async def read_history(self, grants: list[Grant], ask: Ask) -> tuple[list[int], Words]:
+        hub = self.hub
+        wanted = [grant for grant in grants if grant.allowed]
+        self._feeds = [feed for feed in self._feeds if feed.is_open]
+        if len(self._feeds) >= FEEDS_MAX:
+            return _refused(grants, Reason.QUOTA_EXCEEDED), NO_WORDS
+        if not wanted:
+            return _refused(grants, REFUSED), NO_WORDS
+        names = [grant.filter.decode() for grant in wanted]
+        try:
+            messages = hub.history.subscribe(names, resume=ask.resume, previous=ask.previous)
+            await messages.begin()
+        except ResumeRefused as error:
+            hub.figures.feeds_refused += 1
+            log.info("%r may not read on from its position: %s", self, error)
+            return _refused(grants, Reason.IMPLEMENTATION), words_for(error)
+        except StoreError as error:
+            log.warning("%r: the history cannot be read: %s", self, error)
+            return _refused(grants, REFUSED), NO_WORDS
+        if self.sealed:
+            messages.close()
+            return _refused(grants, REFUSED), NO_WORDS
+        for grant in wanted:
+            self._forget(grant.filter)
+            self.subscriptions[grant.filter] = grant.qos
+        self._feeds.append(Feed(self, messages, wanted))
+        hub.figures.feeds += 1
+        return [grant.qos if grant.allowed else grant.code for grant in grants], NO_WORDS
+
+    def start_reading(self) -> None:
+        for feed in self._feeds:
+            feed.start()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether what is handed out is sent at once."""
+        return self._room_for_retained()
+
+    def hand_out(self, entry: Entry, qos: int, options: Options) -> None:
+        """Deliver a message that was read from the history."""
+        retain = options.retain and entry.flags & RETAINED != 0
+        self._deliver(entry, qos, retain, options.identifiers)
+
+    def stop_reading(self, reason: Reason, words: Words) -> None:
+        """The history cannot be read on: the client comes back, with its position."""
+        if not self.sealed:
+            self.peer.finish(End("resume refused", reason=reason, words=words))
+
+    def _forget(self, topic_filter: bytes) -> bool:
+        """End a subscription, whatever serves it. Returns whether it was there."""
+        if self.subscriptions.pop(topic_filter, None) is None:
+            return False
+        self.hub.router.detach(self, topic_filter)
+        self._feeds = [feed for feed in self._feeds if feed.drop(topic_filter)]
+        return True
+
+    def end(self, end: End) -> None:
+        super().end(end)
+        for feed in self._feeds:
+            feed.close()
+        self._feeds = []
+
+    # ---------------------------------------------------------------------- subscriptions
 
     async def subscribe(self, grants: list[Grant]) -> list[int]:
         codes: list[int] = []
@@ -500,17 +585,12 @@ class TransientSession(Session):
             if not grant.allowed or self.sealed:
                 codes.append(REFUSED if grant.allowed else grant.code)
                 continue
+            if self._feeds:
+                self._forget(grant.filter)
             self.subscriptions[grant.filter] = grant.qos
             self.hub.router.attach(self, grant.filter, grant.qos, grant.options, grant.identifier)
             codes.append(grant.qos)
         return codes
 
     async def unsubscribe(self, filters: list[bytes]) -> list[int]:
-        codes: list[int] = []
-        for topic_filter in filters:
-            if self.subscriptions.pop(topic_filter, None) is None:
-                codes.append(NO_SUBSCRIPTION)
-            else:
-                self.hub.router.detach(self, topic_filter)
-                codes.append(0)
-        return codes
+        return [0 if self._forget(f) else NO_SUBSCRIPTION for f in filters]
