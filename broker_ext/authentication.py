@@ -80,17 +80,17 @@ class Dialogue:
 
     def answer(self, packet: Auth) -> bool:
         """An AUTH packet came. False: it breaks the rules [MQTT5-4.12.0-3], [MQTT5-4.12.0-5]."""
-        waiting, self._answer = self._answer, None
+        waiting = self._answer
         if (
             waiting is None
+            or waiting.done()
             or packet.reason != Reason.CONTINUE
             or method_of(packet.properties) != self.method
         ):
             self.stop()
             return False
         assert packet.properties is not None
-        if not waiting.done():
-            waiting.set_result(packet.properties.get(AUTHENTICATION_DATA))
+        waiting.set_result(packet.properties.get(AUTHENTICATION_DATA))
         return True
 
     def stop(self) -> None:

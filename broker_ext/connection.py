@@ -53,7 +53,6 @@ from broker_ext.wire.kinds import CONNACK
 from broker_ext.wire.properties import (
     AUTHENTICATION_DATA,
     MESSAGE_EXPIRY_S,
-    SESSION_EXPIRY_S,
     SUBSCRIPTION_ID,
 )
 
@@ -404,7 +403,7 @@ class Connection(asyncio.Protocol):
         """The CONNECT, then what was sent right behind it."""
         self.version = packet.version
         if packet.version == 5:
-            self.five = Version5(packet, self.hub.settings)
+            self.five = Version5(packet, self.hub.settings, aliases=not self.guard.slow)
             self.receive_maximum = self.five.terms.receive_maximum
             self.packet_bytes_max = self.five.terms.packet_bytes_max
         self.guard.packet_received(packet)
@@ -479,14 +478,13 @@ class Connection(asyncio.Protocol):
                 self._answer(session, packet)
 
     def _disconnect(self, session: Session, packet: Disconnect) -> None:
-        expiry_s = packet.properties.get(SESSION_EXPIRY_S) if packet.properties else None
-        if expiry_s is not None:
-            assert self.five is not None
-            if expiry_s and not self.five.terms.expiry_s:
-                what = "a session that ends with its connection is to be kept"
-                self._malformed(MalformedPacket(Reason.PROTOCOL_ERROR, "MQTT5-3.14.2.2.2", what))
+        if self.five is not None:
+            try:
+                self.five.leave(packet)
+            except MalformedPacket as error:
+                self._malformed(error)
                 return
-            session.expiry_s = self.five.change_expiry(expiry_s)
+            session.expiry_s = self.five.terms.granted_expiry_s(self.hub.settings)
         self._end(WITH_WILL if packet.reason else DISCONNECTED)
 
     async def _publish_guarded(self, session: Session, packet: Publish) -> None:

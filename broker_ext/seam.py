@@ -25,6 +25,11 @@ What other plugins see (``BrokerContext``):
                             ``on_broker_retained_message`` with a client id: what waits for a
                             session is in the history, once for all
 
+amqtt knows MQTT 3.1.1. Of an MQTT 5 client its plugins see what that version can say: packets
+without properties (``older.py``), messages as ever, ``session.clean_session`` for "its session ends
+with its connection", whatever Clean Start was. Its authentication plugins are asked as for any
+other client, but for one that names an Authentication Method (``authentication.py``).
+
 Mind: amqtt schedules ``on_*`` events without waiting and drops what they raise; so nothing here
 that a promise hangs on is an event.
 """
@@ -57,9 +62,11 @@ from amqtt.session import Session as AmqttSession
 
 from broker_ext.connection import WRITE_HIGH_BYTES, Connection
 from broker_ext.hub import REFUSED_RESUME
+from broker_ext.older import as_older, sent_as_older
 from broker_ext.reasons import Reason
 from broker_ext.registry import GaveUpError
 from broker_ext.session import REFUSED, End, Grant
+from broker_ext.terms import Terms
 from broker_ext.transports import external_transport, websocket_transport
 from broker_ext.wire import Connect, MalformedPacket, Publish, check_topic, encode, valid_filter
 from storage.api import (
@@ -312,6 +319,8 @@ class _PluginGuard:
         view = self.view
         view.client_id = connect.client_id.decode()
         view.clean_session = connect.clean_start
+        if connect.version == 5:  # of its two meanings amqtt asks for this one
+            view.clean_session = Terms.of(connect).expiry_s == 0
         view.keep_alive = connect.keep_alive_s
         view.username = connect.username.decode() if connect.username is not None else None
         view.password = (
@@ -358,12 +367,13 @@ class _PluginGuard:
         if self.seam.listens(MQTTEvents.PACKET_RECEIVED):
             version = self._connection.version if self._connection is not None else 4
             view = None if isinstance(packet, Connect) else self.view
-            self.seam.spawn(
-                self._fire_packets(MQTTEvents.PACKET_RECEIVED, encode(packet, version), view)
-            )
+            data = as_older(packet) if version == 5 else encode(packet, version)
+            self.seam.spawn(self._fire_packets(MQTTEvents.PACKET_RECEIVED, data, view))
 
     def packet_sent(self, data: bytes) -> None:
         if self.seam.listens(MQTTEvents.PACKET_SENT):
+            if self._connection is not None and self._connection.version == 5:
+                data = sent_as_older(data)
             self.seam.spawn(self._fire_packets(MQTTEvents.PACKET_SENT, data, self.view))
 
     async def _fire_packets(self, event: MQTTEvents, data: bytes, view: SessionView | None) -> None:

@@ -22,6 +22,8 @@ from broker_ext.wire import (
 from broker_ext.wire.properties import (
     MESSAGE_EXPIRY_S,
     REASON_STRING,
+    SERVER_REFERENCE,
+    SESSION_EXPIRY_S,
     TOPIC_ALIAS,
     USER_PROPERTY,
 )
@@ -29,7 +31,7 @@ from broker_ext.wire.properties import (
 if TYPE_CHECKING:
     from broker_ext.authentication import Dialogue
     from broker_ext.settings import Settings
-    from broker_ext.wire import Connect, Packet, PropertyValue, Publish
+    from broker_ext.wire import Connect, Disconnect, Packet, PropertyValue, Publish
     from storage.api import Entry
 
 __all__ = ["Version5", "with_words"]
@@ -38,13 +40,17 @@ OVERHEAD_BYTES: Final = 20
 """What a PUBLISH is longer than topic, properties and payload, with an alias: 17 at most."""
 _EXPIRY: Final = bytes((MESSAGE_EXPIRY_S,))
 _NOTHING: Final = b"\0"
+_DISCONNECTS: Final = frozenset(
+    {0, 4, 0x80, 0x81, 0x82, 0x83, 0x90, 0x93, 0x94, 0x95, 0x96, 0x97, 0x98, 0x99}
+)
+"""Reason codes of a client's DISCONNECT (table 3-10)."""
 
 
 class Version5:
     """The MQTT 5 half of one connection, from its CONNECT on.
 
-    dialogue: an exchange of enhanced authentication that is under way. method: the Authentication
-    Method of the connection, None = none.
+    aliases: topic aliases may be used towards the client. dialogue: an exchange of enhanced
+    authentication that is under way. method: the Authentication Method, None = none.
     """
 
     __slots__ = (
@@ -58,7 +64,7 @@ class Version5:
         "terms",
     )
 
-    def __init__(self, connect: Connect, settings: Settings) -> None:
+    def __init__(self, connect: Connect, settings: Settings, *, aliases: bool = True) -> None:
         self.settings = settings
         self._assigns = not connect.client_id
         self.terms = Terms.of(connect)
@@ -66,7 +72,8 @@ class Version5:
         self.method: bytes | None = None
         self.dialogue: Dialogue | None = None
         self._aliases_in = AliasesIn(settings.topic_alias_maximum)
-        self._aliases = Aliases(self.terms.aliases_max) if self.terms.aliases_max else None
+        most = self.terms.aliases_max if aliases else 0
+        self._aliases = Aliases(most) if most else None
 
     def refuses(self, connect: Connect) -> Reason | None:
         """Why a CONNECT cannot be accepted, whoever it is from; None if it can."""
@@ -136,11 +143,19 @@ class Version5:
             pairs = (*pairs, *authenticated.pairs)
         return Connack(session_present, Reason.SUCCESS, with_words(words, pairs))
 
-    def change_expiry(self, expiry_s: int) -> int | None:
-        """DISCONNECT changes the Session Expiry Interval; returns what is granted, None = for
-        ever."""
+    def leave(self, packet: Disconnect) -> None:
+        """A client's DISCONNECT may change its Session Expiry Interval. Raises MalformedPacket."""
+        get = packet.properties.get if packet.properties is not None else dict[int, int]().get
+        if packet.reason not in _DISCONNECTS or get(SERVER_REFERENCE) is not None:
+            what = "a client said what only a server says"
+            raise MalformedPacket(Reason.PROTOCOL_ERROR, "MQTT5-3.14.2-1", what)
+        expiry_s = get(SESSION_EXPIRY_S)
+        if expiry_s is None:
+            return
+        if expiry_s and not self.terms.expiry_s:
+            what = "a session that ends with its connection is to be kept"
+            raise MalformedPacket(Reason.PROTOCOL_ERROR, "MQTT5-3.14.2.2.2", what)
         self.terms = replace(self.terms, expiry_s=expiry_s)
-        return self.terms.granted_expiry_s(self.settings)
 
     def dialogue_over(self, data: bytes | None) -> Properties | None:
         """The exchange has succeeded; returns what the client is told with that."""

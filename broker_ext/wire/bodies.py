@@ -53,7 +53,6 @@ from broker_ext.wire.packets import (
 )
 from broker_ext.wire.properties import SUBSCRIPTION_ID, TOPIC_ALIAS, Properties, read_properties
 from broker_ext.wire.reasons import (
-    CLIENT_ID_NOT_VALID,
     MALFORMED,
     PROTOCOL_ERROR,
     TOPIC_FILTER_INVALID,
@@ -151,10 +150,7 @@ def _connect(fields: Fields, version: int) -> Connect:
     keep_alive_s = fields.two()
     properties = read_properties(fields, CONNECT) if version == 5 else None
     client_id = fields.binary()
-    try:
-        check_text(client_id)  # [MQTT-3.1.3-4]
-    except MalformedPacket as error:
-        raise MalformedPacket(CLIENT_ID_NOT_VALID, error.clause, error.what) from None
+    check_text(client_id)  # [MQTT-3.1.3-4]
     will = None
     if flags & 4:
         will_properties = read_properties(fields, WILL) if version == 5 else None

@@ -19,7 +19,6 @@ from broker_ext.wire.kinds import (
 )
 
 __all__ = [
-    "CLIENT_ID_NOT_VALID",
     "CONNACK_CODES",
     "MALFORMED",
     "PACKET_TOO_LARGE",
@@ -37,7 +36,6 @@ __all__ = [
 MALFORMED: Final = 0x81
 PROTOCOL_ERROR: Final = 0x82
 UNSUPPORTED_PROTOCOL_VERSION: Final = 0x84
-CLIENT_ID_NOT_VALID: Final = 0x85
 TOPIC_FILTER_INVALID: Final = 0x8F
 TOPIC_NAME_INVALID: Final = 0x90
 TOPIC_ALIAS_INVALID: Final = 0x94

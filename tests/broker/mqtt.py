@@ -81,7 +81,8 @@ class Guard:
         if self.broker.authenticating is not None:
             await self.broker.authenticating.wait()
         user = connect.username or b""
-        return None if user == b"nobody" else user
+        refused = user == b"nobody" or not (user or self.broker.anonymous)
+        return None if refused else user
 
     def exchange(self, method: bytes, client_id: bytes) -> Exchange | None:
         make = self.broker.methods.get(method)
@@ -132,6 +133,7 @@ class Broker:
         self.settings = Settings(**settings)
         self.clock = ManualClock()
         self.slow = False
+        self.anonymous = True
         self.timers = False
         self.authenticating: asyncio.Event | None = None
         self.slow_filters: dict[bytes, asyncio.Event] = {}

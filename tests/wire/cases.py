@@ -452,8 +452,7 @@ MALFORMED = [
         "client id that is not UTF-8",
         packet(0x10, _CONNECT, b"\x02\x00\x3c\x00\x01\xff"),
         "MQTT-1.5.3-1",
-        0x85,
-        0,
+        version=0,
     ),
     Malformed(
         "user name with NUL",
