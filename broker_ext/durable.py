@@ -291,8 +291,8 @@ class DurableSession(Session):
             self.peer.write(PUBREL_HEAD + PACKET_ID[packet_id])
         elif due:
             if not self._joined:
-                self._join(lazy=False)
-            self.committer.hurry()
+                self._join(lazy=True)
+            self.committer.hurry_soon()
 
     def refused(self, packet_id: int) -> None:
         if self.out.refused(packet_id) and not self._joined:

@@ -3,7 +3,8 @@
 Rule 1. First in, first out. A batch is retried until the store takes it, so an offset that was
         assigned is never given to another entry and nothing that was promised is dropped.
 Rule 2. Who waits for nothing does not hurry: ``lazy`` work (settlements) rides along with the next
-        batch, or goes by itself after LAZY_MS.
+        batch, or goes by itself after LAZY_MS. Who answers what was sent (PUBREC) goes with the
+        next message while they come close together (``hurry_soon``).
 Rule 3. A batch is closed at the last moment. Whoever joined it is asked for its operations then
         (``Participant.collect``), so that one consumer writes once for each batch.
 Rule 4. Bytes in flight are bounded. Above ``bytes_max`` ``over`` is true; who feeds us stops
@@ -36,6 +37,9 @@ __all__ = ["Committer", "Done", "Participant"]
 
 LAZY_MS: Final = 10
 """How long a settlement may wait for company: a crash within it sends a message again."""
+SOON_MS: Final = 1
+"""How long one side of a conversation waits for the other (``hurry_soon``), or as long as the last
+commit took, if that was longer."""
 RETRY_MS_MIN: Final = 50
 RETRY_MS_MAX: Final = 1000
 TAIL_BYTES_MAX: Final = 4 << 20
@@ -120,6 +124,10 @@ class Committer:
         self._bytes = 0
         self._handle: asyncio.Handle | None = None
         self._hurry = False
+        self._is_soon = False
+        self._sent_s = 0.0
+        self._gap_s = 1.0
+        self._took_s = 0.0
         self._retry_ms = RETRY_MS_MIN
         self._recent = Recent()
         self._room: list[Callable[[], None]] = []
@@ -225,10 +233,26 @@ class Committer:
         if self._flying is None:
             self._handle = self._loop.call_soon(self._flush)
 
+    def hurry_soon(self) -> None:
+        """``hurry``; but while messages come close together, go with the next one, if it comes
+        soon: then one commit does for both sides of a conversation."""
+        if self._hurry or self._is_soon or self._closed:
+            return
+        wait_s = max(self._took_s, SOON_MS / 1000)
+        if self._gap_s > 3 * wait_s or self._loop.time() - self._sent_s > 3 * wait_s:
+            self.hurry()
+            return
+        self._is_soon = True
+        self._idle.clear()
+        if self._handle is not None:
+            self._handle.cancel()
+        self._handle = self._loop.call_later(wait_s, self._flush)
+
     # ----------------------------------------------------------------------- committing
 
     def _flush(self) -> None:
         self._handle = None
+        self._is_soon = False
         if self._flying is not None:
             self._hurry = True
             return
@@ -254,6 +278,9 @@ class Committer:
         self._flying = batch
         self._bytes += batch.appended_bytes
         if batch.entries:
+            now_s = self._loop.time()
+            self._gap_s = now_s - self._sent_s
+            self._sent_s = now_s
             self._recent.add(batch.entries, batch.appended_bytes)
         self._send(batch)
 
@@ -272,6 +299,7 @@ class Committer:
         self._flying = None
         self._bytes -= batch.appended_bytes
         if batch.entries:
+            self._took_s = self._loop.time() - self._sent_s
             self.head = batch.entries[-1].offset
             self._recent.trim(TAIL_BYTES_MAX, self.head)
         if self._hurry:

@@ -288,6 +288,57 @@ async def test_lazy_work_behind_a_batch_under_way_is_not_forgotten(
     await saved
 
 
+async def _in_quick_succession(committer: Committer, took_s: float) -> None:
+    """Two messages, one after the other, by a store that takes so long."""
+    for _ in range(2):
+        committer.append(b"t", b"", 1)
+        await committed(committer)
+    committer._took_s = took_s
+
+
+async def test_an_answer_goes_with_the_next_message_while_they_come_close_together(
+    committer: Committer, store: FaultyStore
+) -> None:
+    await _in_quick_succession(committer, 60)
+    saver = Saver(committer)
+    committer.join(saver, lazy=True)
+    committer.hurry_soon()
+    await asyncio.sleep(LAZY_MS / 1000 * 2)
+    assert len(store.batches) == 2
+    committer.append(b"t", b"", 1)
+    await committed(committer)
+    assert len(store.batches) == 3
+    assert saver.collected == 1
+
+
+async def test_an_answer_goes_at_once_when_no_message_is_expected(
+    committer: Committer, store: FaultyStore
+) -> None:
+    await _in_quick_succession(committer, 0)
+    committer._gap_s = 60
+    saver = Saver(committer)
+    committer.join(saver, lazy=True)
+    committer.hurry_soon()
+    await asyncio.sleep(0)
+    assert len(store.batches) == 3
+
+
+async def test_an_answer_whose_next_message_does_not_come_goes_alone(
+    committer: Committer, store: FaultyStore
+) -> None:
+    loop = asyncio.get_running_loop()
+    await _in_quick_succession(committer, 0.05)
+    saver = Saver(committer)
+    saved: asyncio.Future[Outcome] = loop.create_future()
+    saver.saved = _Told(saved)
+    began = loop.time()
+    committer.join(saver, lazy=True)
+    committer.hurry_soon()
+    await saved
+    assert loop.time() - began >= 0.05 * 0.9
+    assert len(store.batches) == 3
+
+
 class _Told(list[Outcome]):
     """A list that tells a future what was put into it."""
 
