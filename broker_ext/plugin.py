@@ -203,6 +203,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
         """The listeners are bound."""
         self._seam.listen_widely()
         self._seam.stop_on_signals()
+        self._seam.calm_collector()
 
     async def on_broker_pre_shutdown(self) -> None:
         """End every session, write everything, close the store."""

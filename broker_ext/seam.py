@@ -60,6 +60,7 @@ from amqtt.plugins.manager import PluginManager
 from amqtt.session import IncomingApplicationMessage
 from amqtt.session import Session as AmqttSession
 
+from broker_ext.collector import calm
 from broker_ext.connection import WRITE_HIGH_BYTES, Connection
 from broker_ext.hub import REFUSED_RESUME
 from broker_ext.older import as_older, sent_as_older
@@ -547,6 +548,11 @@ class Seam:
             for shared in getattr(server.instance, "sockets", None) or ():
                 with socket.socket(fileno=os.dup(shared.fileno())) as listening:
                     listening.listen(LISTEN_BACKLOG)
+
+    def calm_collector(self) -> None:
+        """Have the garbage collector look less often, where the process is the broker's alone."""
+        if _run_by_script():
+            calm()
 
     def stop_on_signals(self) -> None:
         """`amqtt -c` knows SIGINT only, and has it raised between any two instructions. There, and

@@ -13,6 +13,7 @@ import typer
 
 from broker_ext.cli.errors import CannotServe, root_cause
 from broker_ext.cli.serving import bound, our_plugin, plugin_defaults
+from broker_ext.collector import calm
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -69,6 +70,7 @@ async def _serve(config: dict[str, Any]) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
     broker = await _start(config)
+    calm()
     typer.echo(_summary(config))
     await stop.wait()
     await broker.shutdown()

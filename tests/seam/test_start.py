@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -267,6 +268,30 @@ async def test_signals_of_another_program_are_left_alone(tmp_path: Path) -> None
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     async with running(tmp_path):
         assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+
+
+async def test_the_collector_of_another_program_is_left_alone(tmp_path: Path) -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    async with running(tmp_path):
+        assert (gc.get_threshold(), gc.get_freeze_count()) == before
+
+
+async def test_the_collector_of_a_broker_process_still_finds_rings() -> None:
+    code = """
+import gc, weakref
+from broker_ext.collector import calm
+
+class Ring: pass
+
+calm()
+ring = Ring(); ring.itself = ring; gone = weakref.ref(ring); del ring
+kept = [[] for _ in range(gc.get_threshold()[0] + 1)]
+assert gone() is None and gc.get_freeze_count() > 1000
+"""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", code), env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    )
+    assert await asyncio.wait_for(process.wait(), START_S) == 0
 
 
 ENDS = """
