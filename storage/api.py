@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+from storage.outbox.rights import Role
 from storage.outbox.vocabulary import DeadLetter, Enqueue, OutboxOp, OutboxReads
 
 __all__ = [
@@ -542,11 +543,14 @@ class Batch:
 
     entries: offsets run on from the head; anything else is a bug in the caller (AssertionError).
     stored_ms: when, for retention by age.
+    role: in whose name; a batch with anything that is not the role's is refused whole (RoleRefused,
+        storage.outbox.rights). Batches of one role are applied in order.
     """
 
     entries: list[Entry] = field(default_factory=list)
     ops: list[Op] = field(default_factory=list)
     stored_ms: int = 0
+    role: Role = Role.BROKER
 
 
 # ------------------------------------------------------------------------------------ reads

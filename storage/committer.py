@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 from storage.api import Batch, Entry, Op, Outcome, Retain, Store, StoreWill
 from storage.errors import StoreError, StoreFull, StoreUnavailable
+from storage.outbox.rights import Role
 from storage.recent import Recent
 
 if TYPE_CHECKING:
@@ -104,8 +105,18 @@ def _call(done: Done, outcome: Outcome) -> None:
 class Committer:
     """The one writer's queue. All methods are called from the event loop."""
 
-    def __init__(self, store: Store, clock: Clock, *, head: int, bytes_max: int = 16 << 20) -> None:
+    def __init__(
+        self,
+        store: Store,
+        clock: Clock,
+        *,
+        head: int,
+        bytes_max: int = 16 << 20,
+        role: Role = Role.BROKER,
+    ) -> None:
         self.store = store
+        self.role = role
+        """In whose name batches are submitted."""
         self.clock = clock
         self.head = head
         """Highest committed offset."""
@@ -286,7 +297,7 @@ class Committer:
 
     def _send(self, batch: _Open) -> None:
         self.store.submit(
-            Batch(batch.entries, batch.ops, self.clock.now_ms()),
+            Batch(batch.entries, batch.ops, self.clock.now_ms(), self.role),
             lambda result: self._done(batch, result),
         )
 
@@ -397,7 +408,7 @@ class Committer:
                 return
             entries, op, _ = parts[0]
             self.store.submit(
-                Batch(entries, [op] if op is not None else [], self.clock.now_ms()), step
+                Batch(entries, [op] if op is not None else [], self.clock.now_ms(), self.role), step
             )
 
         send()

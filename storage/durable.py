@@ -14,6 +14,7 @@ import errno
 import logging
 from abc import ABC, abstractmethod
 from functools import partial
+from threading import RLock
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from storage import consumers, engine, history
@@ -39,6 +40,7 @@ from storage.identity import (
 from storage.lock import DirectoryLock
 from storage.meta import FORMAT, Ends, Identity, MetaDamaged, read_ends, read_format, read_identity
 from storage.outbox.reading import Reads
+from storage.outbox.rights import Role, refusal
 from storage.rekey import Resealing, reseal
 from storage.sealing import guarded, unlock
 
@@ -104,11 +106,12 @@ class DurableStore(ABC):
         self._file = directory / FILES[self.name]
         self._sidecar = directory / f"{FILES[self.name]}.identity.json"
         self._lock = DirectoryLock(directory)
+        self._turn = RLock()  # of whoever writes, where a backend has more than one writer
         self._engine: Engine | None = None
         self._place: Place | None = None
         self._witness_ms = 0
         self._is_open = False
-        self.outbox: OutboxReads = Reads(self._read)
+        self.outbox: OutboxReads = Reads(partial(self._read, is_of_outbox=True))
 
     # ------------------------------------------------------------------- what a backend provides
 
@@ -135,6 +138,19 @@ class DurableStore(ABC):
         done: Callable[[list[Outcome] | BaseException], None],
     ) -> None:
         """Run a job in the writer's thread, then ``done`` in the event loop. FIFO."""
+
+    def _post_as(
+        self,
+        role: Role,  # noqa: ARG002 - a backend may have a connection for it
+        job: Callable[[Database], list[Outcome] | BaseException],
+        done: Callable[[list[Outcome] | BaseException], None],
+    ) -> None:
+        """The same for a batch of a role, which needs no engine."""
+        self._post(job, done)
+
+    async def _in_outbox_reader(self, job: Callable[[Database], T]) -> T:
+        """Run a job that reads the outbox and nothing else."""
+        return await self._in_reader(job)
 
     # ----------------------------------------------------------------------------- life cycle
 
@@ -288,7 +304,12 @@ class DurableStore(ABC):
             error = StoreUnavailable("the store is not open")
             asyncio.get_running_loop().call_soon(done, error)
             return
-        self._post(partial(self._commit, batch), done)
+        if batch.role is Role.BROKER:
+            self._post(partial(self._commit, batch), done)
+        elif (refused := refusal(batch)) is not None:
+            asyncio.get_running_loop().call_soon(done, refused)
+        else:
+            self._post_as(batch.role, partial(self._commit_as_role, batch), done)
 
     def _commit(self, batch: Batch, database: Database) -> list[Outcome] | BaseException:
         """Apply and commit a batch, or nothing of it. In the writer's thread."""
@@ -305,6 +326,14 @@ class DurableStore(ABC):
             self._witness_ms = batch.stored_ms
             self._write_sidecar()
         return outcomes
+
+    def _commit_as_role(self, batch: Batch, database: Database) -> list[Outcome] | BaseException:
+        """Apply and commit a batch of a role, or nothing of it."""
+        try:
+            with self._turn:  # keys do not change from here to the commit
+                return guarded(database, self._seals).write(partial(engine.apply_as_role, batch))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the submitter is told
+            return error
 
     # ------------------------------------------------------------------------------- sealing
 
@@ -349,18 +378,24 @@ class DurableStore(ABC):
     async def _sealing(self, job: Callable[[Database], T]) -> T:
         if not self._is_open:
             raise StoreUnavailable("the store is not open")
+
+        def in_turn(database: Database) -> T:
+            with self._turn:  # a role's connection seals with the keys that are set here
+                return job(database)
+
         try:
-            return await self._in_writer(job)
+            return await self._in_writer(in_turn)
         except MetaDamaged as error:
             raise StoreUnavailable(f"{self._file.name}: {error}") from error
 
     # --------------------------------------------------------------------------------- reads
 
-    async def _read(self, work: Callable[[ReadTxn], T]) -> T:
+    async def _read(self, work: Callable[[ReadTxn], T], *, is_of_outbox: bool = False) -> T:
         if not self._is_open:
             raise StoreUnavailable("the store is not open")
+        reader = self._in_outbox_reader if is_of_outbox else self._in_reader
         try:
-            return await self._in_reader(lambda database: guarded(database, self._seals).read(work))
+            return await reader(lambda database: guarded(database, self._seals).read(work))
         except MetaDamaged as error:
             raise StoreUnavailable(f"{self._file.name}: {error}") from error
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from storage.api import Entry
 
-__all__ = ["Engine", "filter_counts", "frees", "opened", "retained_page", "wills"]
+__all__ = ["Engine", "apply_as_role", "filter_counts", "frees", "opened", "retained_page", "wills"]
 
 
 def _retain(txn: WriteTxn, _: History, op: Retain) -> None:
@@ -138,12 +138,7 @@ class Engine:
             history.ends.seen_ms = batch.stored_ms
         if batch.entries:
             history.append(txn, batch.entries, batch.stored_ms)
-        outcomes: list[Outcome] = []
-        for op in batch.ops:
-            try:
-                outcomes.append(_OPERATIONS[type(op)](txn, history, op))
-            except StoreRefusal as refusal:
-                outcomes.append(refusal)
+        outcomes = _outcomes(txn, history, batch)
         if history.is_changed():
             history.ends.write(txn)
         return outcomes
@@ -157,6 +152,22 @@ class Engine:
         """The batch is gone."""
         self._history.aborted()
         self._is_applied = False
+
+
+def _outcomes(txn: WriteTxn, history: History | None, batch: Batch) -> list[Outcome]:
+    outcomes: list[Outcome] = []
+    for op in batch.ops:
+        try:
+            outcomes.append(_OPERATIONS[type(op)](txn, history, op))
+        except StoreRefusal as refusal:
+            outcomes.append(refusal)
+    return outcomes
+
+
+def apply_as_role(batch: Batch, txn: WriteTxn) -> list[Outcome]:
+    """Apply a batch of a role: its operations are of the outbox, which needs no engine, so this may
+    be in another thread than the writer's (storage.outbox.rights)."""
+    return _outcomes(txn, None, batch)
 
 
 def frees(batch: Batch) -> bool:

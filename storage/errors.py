@@ -6,6 +6,9 @@ StoreError
 |   +-- ClaimNotHeld        409 the claim was settled, reaped or never made
 |   +-- NotOwner            403 the record belongs to another user
 |   +-- RecordDamaged       410 what is stored for a consumer fails its checksum
+|   +-- MessageDamaged      410 what is stored for a message of the outbox fails its checksum
+|   +-- ReissueRefused      409 no dead letter, or a newer message is in its place
++-- RoleRefused             403 a batch has an operation in it that its role may not do
 +-- ResumeRefused           a position that cannot be resumed
 |   +-- DatabaseGenerationChanged   409
 |   +-- ResumeHistoryUnavailable    410
@@ -43,6 +46,7 @@ __all__ = [
     "ReissueRefused",
     "ResumeHistoryUnavailable",
     "ResumeRefused",
+    "RoleRefused",
     "SealKeyMissing",
     "SealKeyWrong",
     "StoreCorrupt",
@@ -148,6 +152,18 @@ class RecordDamaged(StoreRefusal):
 
     def __str__(self) -> str:
         return f"the record of consumer {self.consumer_id} is damaged"
+
+
+@dataclass(eq=True)
+class RoleRefused(StoreError):
+    """A batch has an operation in it that its role may not do; nothing of it was applied."""
+
+    role: str
+    operation: str
+    code = 403
+
+    def __str__(self) -> str:
+        return f"a {self.role} may not do {self.operation}"
 
 
 class ResumeRefused(StoreError):

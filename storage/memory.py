@@ -75,6 +75,7 @@ from storage.outbox import (
     Settle,
 )
 from storage.outbox.model import OutboxModel, OutboxTables
+from storage.outbox.rights import refusal
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -187,6 +188,9 @@ class MemoryStore:
         loop = asyncio.get_running_loop()
         if not self._is_open:
             loop.call_soon(done, StoreUnavailable("the store is not open"))
+            return
+        if (refused := refusal(batch)) is not None:
+            loop.call_soon(done, refused)
             return
         self._seen_ms = max(self._seen_ms, batch.stored_ms)
         self._pending.append(loop.call_soon(self._commit, batch, done))

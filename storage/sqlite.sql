@@ -39,6 +39,14 @@ PRAGMA cache_size = -16384;
 -- Of a sealed database: what is deleted is overwritten with zeros, in pages and in free ones.
 PRAGMA secure_delete = ON;
 
+-- name: pragma_cache_of_role
+-- 2 MiB for a connection that touches a few tables.
+PRAGMA cache_size = -2048;
+
+-- name: pragma_query_only
+-- A connection that reads cannot write, whatever it is asked.
+PRAGMA query_only = ON;
+
 -- name: create
 -- An older database has the tables of its format only. Small rows: the key is the table's own order, so a row is found in one descent.
 CREATE TABLE IF NOT EXISTS {space} (k BLOB PRIMARY KEY, v BLOB NOT NULL) STRICT, WITHOUT ROWID;

@@ -21,13 +21,16 @@ import logging
 import sqlite3
 from functools import partial
 from pathlib import Path
+from threading import RLock
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import aiosqlite
 
 from storage.durable import DurableStore
-from storage.errors import StoreFull, StoreUnavailable
+from storage.errors import RoleRefused, StoreFull, StoreUnavailable
 from storage.kv import FIRST_FORMAT_SPACES, Space
+from storage.outbox.rights import Role
+from storage.sqlite_roles import RoleWorker, authorizer
 from storage.worker import Jobs
 
 if TYPE_CHECKING:
@@ -146,8 +149,9 @@ class _Txn:
 class _SqliteDatabase:
     """storage.kv.Database over a connection, in the connection's thread."""
 
-    def __init__(self, connection: sqlite3.Connection) -> None:
+    def __init__(self, connection: sqlite3.Connection, turn: RLock | None = None) -> None:
         self._connection = connection
+        self._turn = turn or RLock()
         self.unchecked_bytes = 0
 
     def prepare(
@@ -177,8 +181,23 @@ class _SqliteDatabase:
                     execute(_SQL[_create(space)].format(space=space.name.lower()))
             execute(_COMMIT)
 
+    def restrict(self, role: Role, durability: Durability, *, erases: bool) -> None:
+        """Set the connection up for a role: from here on it can touch what is the role's."""
+        self.prepare(durability, create=False, writes=False, erases=erases)
+        self._connection.execute(_SQL["pragma_cache_of_role"])
+        if role is Role.READER:
+            self._connection.execute(_SQL["pragma_query_only"])
+        self._connection.set_authorizer(authorizer(role))
+
     def write(self, work: Callable[[WriteTxn], T], *, frees: bool = False) -> T:
-        """See storage.kv.Database. In the writer's thread."""
+        """See storage.kv.Database. In the thread of the writer, or of a role.
+
+        They take turns here: SQLite's own waiting is a sleep of up to 100 ms at a time.
+        """
+        with self._turn:
+            return self._write(work, frees=frees)
+
+    def _write(self, work: Callable[[WriteTxn], T], *, frees: bool) -> T:
         connection = self._connection
         try:
             if connection.in_transaction:  # a ROLLBACK that failed with the disk
@@ -258,6 +277,8 @@ def _mapped(error: sqlite3.Error) -> Exception:
     """What an error of SQLite means; one that only a bug of ours can cause stays what it is."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
     text = f"sqlite: {error}"
+    if code == sqlite3.SQLITE_AUTH:
+        return RoleRefused("role of the outbox", str(error))
     if code == sqlite3.SQLITE_FULL:
         return StoreFull(text)
     if code in _UNAVAILABLE:
@@ -293,8 +314,9 @@ class _Connection(sqlite3.Connection):
 class _Worker:
     """A connection, its thread, and the jobs on their way to it."""
 
-    def __init__(self, file: Path, *, create: bool) -> None:
+    def __init__(self, file: Path, turn: RLock, *, create: bool) -> None:
         self._jobs = Jobs()
+        self._turn = turn
         self._serving: asyncio.Task[None] | None = None
         self.database: _SqliteDatabase
         self._aio = aiosqlite.connect(
@@ -313,7 +335,7 @@ class _Worker:
     def _made(self, *args: Any, **kwargs: Any) -> sqlite3.Connection:
         connection = _Connection(*args, **kwargs)
         connection.jobs = self._jobs
-        connection.database = self.database = _SqliteDatabase(connection)
+        connection.database = self.database = _SqliteDatabase(connection, self._turn)
         return connection
 
     async def start(self) -> None:
@@ -338,7 +360,8 @@ class _Worker:
 
 
 class SqliteStore(DurableStore):
-    """See storage.durable.DurableStore."""
+    """See storage.durable.DurableStore. Each role of the outbox has a connection of its own, with
+    an authorizer."""
 
     name = "sqlite"
 
@@ -355,6 +378,7 @@ class SqliteStore(DurableStore):
         self._reader: _Worker | None = None
         self._keeper: _Worker | None = None
         self._checkpointing: asyncio.Task[None] | None = None
+        self._roles: dict[Role, RoleWorker] = {}
 
     def _remains(self) -> tuple[str, ...]:
         return (f"{self._file.name}-wal",)
@@ -381,7 +405,7 @@ class SqliteStore(DurableStore):
                 raise self._corrupt("file is not a database")
 
     async def _connected(self, file: Path, *, create: bool, writes: bool) -> _Worker:
-        worker = _Worker(file, create=create)
+        worker = _Worker(file, self._turn, create=create)
         await worker.start()
         prepare = partial(
             _SqliteDatabase.prepare,
@@ -397,7 +421,31 @@ class SqliteStore(DurableStore):
             raise
         return worker
 
+    async def _as_role(self, role: Role) -> _Worker:
+        worker = _Worker(self._file, self._turn, create=False)
+        restrict = partial(
+            _SqliteDatabase.restrict,
+            role=role,
+            durability=self.durability,
+            erases=self._keyring is not None,
+        )
+        try:
+            await worker.start()
+            await worker.run(restrict)
+        except sqlite3.Error as error:
+            await worker.stop()
+            raise _mapped(error) from error
+        return worker
+
+    def _role(self, role: Role) -> RoleWorker:
+        if role not in self._roles:
+            self._roles[role] = RoleWorker(partial(self._as_role, role))
+        return self._roles[role]
+
     async def _disconnect(self) -> None:
+        roles, self._roles = self._roles, {}
+        for role in roles.values():
+            await role.stop()
         if self._checkpointing is not None:
             await asyncio.wait([self._checkpointing])
         writer, self._writer = self._writer, None
@@ -423,7 +471,29 @@ class SqliteStore(DurableStore):
     ) -> None:
         assert self._writer is not None, "connected"
         self._writer.post(job, done)
-        if self._writer.database.unchecked_bytes > CHECKPOINT_BYTES and not self._checkpointing:
+        self._checkpoint_if_due()
+
+    def _post_as(
+        self,
+        role: Role,
+        job: Callable[[Database], list[Outcome] | BaseException],
+        done: Callable[[list[Outcome] | BaseException], None],
+    ) -> None:
+        self._role(role).post(job, done)
+        self._checkpoint_if_due()
+
+    async def _in_outbox_reader(self, job: Callable[[Database], T]) -> T:
+        return await self._role(Role.READER).run(job)
+
+    def _checkpoint_if_due(self) -> None:
+        assert self._writer is not None, "connected"
+        open_ones = [role.worker for role in self._roles.values()]
+        databases = [one.database for one in (self._writer, *open_ones) if one is not None]
+        if self._checkpointing:
+            return
+        if sum(database.unchecked_bytes for database in databases) > CHECKPOINT_BYTES:
+            for database in databases:
+                database.unchecked_bytes = 0
             self._checkpointing = asyncio.get_running_loop().create_task(self._checkpoint())
 
     async def _checkpoint(self) -> None:

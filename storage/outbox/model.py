@@ -83,17 +83,17 @@ class OutboxModel:
             if queue is None or kept.message.queue == queue:
                 yield kept.message
 
-    def _change(self, message: Message, **changes: Any) -> None:
+    def _change(self, old: Message, **changes: Any) -> None:
         """Put a message back changed; a body goes with the states that have none."""
-        kept = self._of().messages[message.id]
-        after = message._replace(**changes)
+        kept = self._of().messages[old.id]
+        after = old._replace(**changes)
         if after.state not in {State.WAITING, State.CLAIMED, State.DEAD}:
             after = after._replace(message=None)
         key = b"" if after.state is State.REISSUED else kept.key
         self._put(self._of().messages, after.id, Kept(after, key, kept.supersede_key))
 
-    def _end(self, message: Message, state: State, now_ms: int, **changes: Any) -> None:
-        self._change(message, state=state, ended_ms=now_ms, until_ms=0, **changes)
+    def _end(self, old: Message, state: State, now_ms: int, **changes: Any) -> None:
+        self._change(old, state=state, ended_ms=now_ms, until_ms=0, **changes)
 
     def _held(self, credential: Credential, now_ms: int) -> Message:
         message_id, worker, claim = credential
@@ -146,7 +146,6 @@ class OutboxModel:
             attempts_max=op.attempts_max,
             created_ms=op.now_ms,
             due_ms=max(op.now_ms, op.not_before_ms),
-            bound=op.bound,
         )
         self._put(self._of().messages, message.id, Kept(message, op.key, op.supersede_key))
         return Enqueued(message.id, is_new=True, superseded=superseded)
@@ -170,7 +169,6 @@ class OutboxModel:
             due_ms=letter.at_ms,
             ended_ms=letter.at_ms,
             failure=letter.failure,
-            bound=letter.bound,
         )
         self._put(self._of().messages, message.id, Kept(message, b"", b""))
 
@@ -309,7 +307,6 @@ class OutboxModel:
             created_ms=op.now_ms,
             due_ms=op.now_ms,
             reissue_of=old.id,
-            bound=old.bound,
         )
         self._end(old, State.REISSUED, op.now_ms, reissued_as=fresh.id)
         self._put(self._of().messages, fresh.id, Kept(fresh, kept.key, kept.supersede_key))

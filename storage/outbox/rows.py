@@ -4,8 +4,8 @@
                   +4    u16 attempts, u16 attempts_max,
                   +8    u64 queue, created_ms, due_ms, until_ms, ended_ms, expires_ms, offset,
                         claim, reissue_of, reissued_as,
-                  +88   16s worker, 16s key, 16s supersede key, 16s bound (zeros = none),
-                  +152  destination, u32 crc
+                  +88   16s worker, 16s key, 16s supersede key (zeros = none),
+                  +136  destination, u32 crc
     OUTBOX_BODY   a message (storage.blocks); its origin and properties are in it
     OUTBOX_QUEUE  at b"q", number: u8 version = 1, u64 messages in each of the seven states, name,
                   u32 crc; at b"e": u8 version = 1, u64 next message, claim, queue, audit record,
@@ -48,7 +48,7 @@ __all__ = [
 _VERSION: Final = 1
 _MASK: Final = 0xFFFFFFFF
 _CRC: Final = Struct(">I")
-_ROW: Final = Struct(">BBBBHHQQQQQQQQQQ16s16s16s16s")
+_ROW: Final = Struct(">BBBBHHQQQQQQQQQQ16s16s16s")
 _QUEUE: Final = Struct(">B7Q")
 _ENDS: Final = Struct(">BQQQQ")
 _AUDIT: Final = Struct(">BQQQB")
@@ -56,7 +56,7 @@ _DUE: Final = Struct(">QQQ")
 _ENDED: Final = Struct(">QBQQ")
 
 NO_KEY: Final = bytes(16)
-"""Stands for a key, a worker or a seal that is not there."""
+"""Stands for a key or a worker that is not there."""
 
 ENDS_KEY: Final = b"e"
 NAME_PREFIX: Final = b"n"
@@ -79,7 +79,7 @@ def _opened(raw: bytes, begun: int, size_min: int) -> bytes | None:
 class Row(NamedTuple):
     """A message as the writer works on it: a value, so that a move is a new one.
 
-    queue: its number. has_body: 0 or 1. worker, key, supersede, bound: NO_KEY = none.
+    queue: its number. has_body: 0 or 1. worker, key, supersede: NO_KEY = none.
     """
 
     id: int
@@ -101,12 +101,11 @@ class Row(NamedTuple):
     worker: bytes
     key: bytes
     supersede: bytes
-    bound: bytes
     destination: bytes
 
     def pack(self) -> bytes:
         """As stored."""
-        return _sealed(_ROW.pack(_VERSION, *self[1:20]) + self.destination, self.id)
+        return _sealed(_ROW.pack(_VERSION, *self[1:19]) + self.destination, self.id)
 
     @classmethod
     def unpack(cls, message_id: int, raw: bytes) -> Row:
@@ -141,7 +140,6 @@ class Row(NamedTuple):
             self.claim,
             self.reissue_of,
             self.reissued_as,
-            b"" if self.bound == NO_KEY else self.bound,
         )
 
 

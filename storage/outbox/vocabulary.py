@@ -89,7 +89,6 @@ class Message(NamedTuple):
         claimed. ended_ms: when it came to its state, 0 = it is waiting or claimed.
     failure: class of the last one. worker, claim: of the last acquisition, b"" and 0 = never.
     reissue_of, reissued_as: ids of the dead letter it replaces and of what replaced it, 0 = none.
-    bound: see Enqueue.
     """
 
     id: int
@@ -109,7 +108,6 @@ class Message(NamedTuple):
     claim: int = 0
     reissue_of: int = 0
     reissued_as: int = 0
-    bound: bytes = b""
 
     @property
     def credential(self) -> Credential:
@@ -151,7 +149,7 @@ class DeadLetter(NamedTuple):
     """A delivery that a session gives up (Advance.dead): a message of SESSIONS that is dead from
     the start. Its destination is the client id of the consumer.
 
-    message: its offset is kept. erase: keep no body. bound: see Enqueue.
+    message: its offset is kept. erase: keep no body.
     """
 
     message: Entry
@@ -159,7 +157,6 @@ class DeadLetter(NamedTuple):
     at_ms: int
     attempts: int = 0
     erase: bool = False
-    bound: bytes = b""
 
 
 # ------------------------------------------------------------------------------ operations
@@ -177,8 +174,6 @@ class Enqueue:
     supersede_key: live messages of the queue with this key become superseded, a claimed one too:
         who settles it later is refused. b"" = none. Keys are stored as hashes.
     attempts_max: the attempt that makes it a dead letter, 0 = no limit.
-    bound: 0 or 16 bytes, opaque: what the body was sealed to (the id is not known before). Stored
-        beside the body, and copied with it by Reissue.
     Outcome: Enqueued.
     """
 
@@ -190,7 +185,6 @@ class Enqueue:
     supersede_key: bytes = b""
     destination: bytes = b""
     attempts_max: int = ATTEMPTS_MAX
-    bound: bytes = b""
 
 
 class Enqueued(NamedTuple):

@@ -126,11 +126,6 @@ def _hashed(key: bytes) -> bytes:
     return filter_hash(key) if key else NO_KEY
 
 
-def _bound(bound: bytes) -> bytes:
-    assert len(bound) in {0, len(NO_KEY)}, "what a body is bound to has 16 bytes"
-    return bound or NO_KEY
-
-
 def _holder(txn: ReadTxn, queue: int, kind: bytes, key: bytes) -> Row | None:
     """The message that has a key; none if that one is damaged: check() tells, the key goes on."""
     if key == NO_KEY:
@@ -170,7 +165,6 @@ def _enqueue(books: Books, op: Enqueue) -> Enqueued:
         worker=NO_KEY,
         key=key,
         supersede=supersede,
-        bound=_bound(op.bound),
         destination=op.destination,
     )
     books.put_body(row.id, op.message)
@@ -206,7 +200,6 @@ def _bury(books: Books, letter: DeadLetter, client_id: bytes) -> None:
         worker=NO_KEY,
         key=NO_KEY,
         supersede=NO_KEY,
-        bound=_bound(letter.bound),
         destination=client_id,
     )
     if row.has_body:
