@@ -4,7 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-__all__ = ["Figures"]
+__all__ = ["Figures", "SinkFigures"]
+
+
+@dataclass(slots=True)
+class SinkFigures:
+    """What one sink did since the start. Counts of events.
+
+    fed: messages moved from the history into the outbox. released: given back unsent. lost: claims
+    that were no longer held when they were settled or extended. bytes: payloads delivered.
+    last_done_ms: 0 = never. last_failure: class and our words for it, "" = none.
+    """
+
+    fed: int = 0
+    done: int = 0
+    retried: int = 0
+    dead: int = 0
+    expired: int = 0
+    released: int = 0
+    lost: int = 0
+    resets: int = 0
+    gaps: int = 0
+    bytes: int = 0
+    last_done_ms: int = 0
+    last_failure: str = ""
 
 
 @dataclass(slots=True)
@@ -23,6 +46,7 @@ class Figures:
     gaps: losses of history that were skipped (``on_history_pruned: skip``).
     verified: sessions whose replay reached the end of the history.
     resets: reason -> sessions deleted because their position could not be resumed.
+    sinks: name -> what it did.
     """
 
     connections: int = 0
@@ -54,3 +78,4 @@ class Figures:
     gaps: int = 0
     verified: int = 0
     resets: dict[str, int] = field(default_factory=dict)
+    sinks: dict[str, SinkFigures] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from broker_ext.resume import Finding, Verdict, words_of
 from broker_ext.retained import RetainedStore
 from broker_ext.router import Router
 from broker_ext.session import End
+from broker_ext.sinks.sink import Sinks
 from broker_ext.wills import Wills
 from broker_ext.wire import TopicNames
 from storage.api import Expire, Prune, Pruned
@@ -41,6 +42,8 @@ PRUNE_BLOCKS_MAX: Final = 16
 """Blocks deleted in one commit: a commit beside pruning waits for at most this much. When a lot is
 to go, as much time as the last one took is left to others before the next one."""
 EXPIRE_MAX: Final = 100
+PURGE_S: Final = 600.0
+"""How often the outbox is looked through for what ended weeks ago."""
 DRAIN_S: Final = 3.0
 """How long a stop waits for the store, twice."""
 
@@ -68,6 +71,7 @@ class Hub:
         self.wills = Wills(self)
         self.registry = Registry(self)
         self.history = History(self)
+        self.sinks = Sinks(self)
         self._timers: list[asyncio.Task[None]] = []
         self._pruned_through = -1
 
@@ -97,11 +101,15 @@ class Hub:
         """Read what is needed in memory (retained messages), and begin what the clock drives."""
         await self.retained.load(self.store)
         await self.history.load()
+        await self.sinks.start()
         settings = self.settings
         self._every(TICK_S, self._look_for_silence)
         self._every(settings.checkpoint_interval_s, self._checkpoint)
         self._every(settings.prune_interval_s, self._prune)
         self._every(1.0, self._expire)
+        self._every(settings.checkpoint_interval_s, self.sinks.checkpoint)
+        self._every(1.0, self.sinks.sweep)
+        self._every(PURGE_S, self.sinks.purge)
         self._timers.append(asyncio.ensure_future(self._recover_wills()))
 
     async def stop(self) -> None:
@@ -116,6 +124,7 @@ class Hub:
         for connection in list(self.connections):
             connection.stop_reading()
         await self._drain()
+        await self.sinks.stop()
         for connection in list(self.connections):
             connection.finish(SHUTDOWN)
         await self.history.close()

@@ -15,6 +15,7 @@ from broker_ext.control import Control
 from broker_ext.hub import Hub
 from broker_ext.seam import Seam
 from broker_ext.settings import Settings
+from broker_ext.sinks.settings import sinks_settings
 from broker_ext.wire import valid_filter
 from storage import open_store
 from storage.clock import SystemClock
@@ -115,6 +116,13 @@ class DurableSessionPlugin(BasePlugin[Any]):
         on_generation_change: str = "resume"
         """A session of another database generation: `resume` (replay, unchecked) or `reset`."""
 
+        sinks: dict[str, Any] = field(default_factory=dict)
+        """Webhooks and bridges, by name; see README."""
+        keep_done: float = 30 * 86_400
+        """Seconds that the row of a message which a sink delivered is kept."""
+        keep_dead: float = 90 * 86_400
+        """Seconds that a dead letter is kept."""
+
         def __post_init__(self) -> None:
             """Refuse what cannot be."""
             if not self.data:
@@ -124,6 +132,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             _one_of("durability", self.durability, ("fsync", "os"))
             _one_of("on_generation_change", self.on_generation_change, ("resume", "reset"))
             _one_of("on_history_pruned", self.on_history_pruned, ("reset", "skip"))
+            sinks_settings(self.sinks)
             for name in self.history_filters:
                 if not valid_filter(name.encode()):
                     msg = f"history_filters has {name!r}, which is no topic filter [MQTT-4.7.1]"
@@ -150,6 +159,8 @@ class DurableSessionPlugin(BasePlugin[Any]):
                 ("max_bytes", 0, None),
                 ("max_messages", 1, None),
                 ("will_recovery_delay", 0, None),
+                ("keep_done", 0, None),
+                ("keep_dead", 0, None),
                 ("map_bytes_max", 1 << 20, None),
             ):
                 _in_range(name, getattr(self, name), low, high)
@@ -252,6 +263,9 @@ class DurableSessionPlugin(BasePlugin[Any]):
             max_age_s=config.max_age,
             max_bytes=self._max_bytes(),
             max_messages=config.max_messages,
+            sinks=sinks_settings(config.sinks),
+            keep_done_s=config.keep_done,
+            keep_dead_s=config.keep_dead,
         )
 
     def _max_bytes(self) -> int | None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from broker_ext.sinks.settings import SinkSettings
 
 __all__ = ["Settings"]
 
@@ -49,6 +52,9 @@ class Settings:
     max_bytes: int | None = None
     max_messages: int | None = None
     versions: frozenset[int] = field(default_factory=lambda: frozenset({3, 4, 5}))
+    sinks: tuple[SinkSettings, ...] = ()
+    keep_done_s: float = 30 * 86_400
+    keep_dead_s: float = 90 * 86_400
 
     @property
     def retain_available(self) -> bool:

@@ -175,6 +175,8 @@ class Broker:
         """As SIGKILL: what is not committed is lost, and nothing is written any more."""
         await self._stop_timers()
         self._server.close()
+        for sink in self.hub.sinks.sinks:
+            await sink.abandon()
         self.hub.committer.close()
         if self.store._pump is not None:
             self.store._pump.cancel()

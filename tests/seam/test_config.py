@@ -46,12 +46,15 @@ NUMBERS: dict[str, tuple[float, float | None]] = {
     "max_messages": (1, None),
     "will_recovery_delay": (0, None),
     "map_bytes_max": (1 << 20, None),
+    "keep_done": (0, None),
+    "keep_dead": (0, None),
 }
 OTHERS = {
     "data",
     "history_filters",
     "publish_wills_after_crash",
     "response_information",
+    "sinks",
     "wildcard_subscriptions",
     "subscription_identifiers",
 }
@@ -59,6 +62,8 @@ SECONDS = [name for name, (low, _) in NUMBERS.items() if isinstance(low, float)]
     "retain_for",
     "max_age",
     "will_recovery_delay",
+    "keep_done",
+    "keep_dead",
 ]
 
 

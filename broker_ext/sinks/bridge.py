@@ -1,0 +1,338 @@
+"""A bridge: each message is published to another MQTT broker, QoS 1 or 2, by paho.
+
+Rule 1. A message is done when its PUBACK or PUBCOMP came; a reason code of 0x80 or above is no
+        acknowledgement.
+Rule 2. One connection, in the order of the history. When it is lost the bridge comes back (1 s ..
+        60 s), and what was under way goes first, with DUP = 1 and its packet id, in its order.
+Rule 3. With MQTT 5 the other broker keeps the session while the bridge is away, so QoS 2 is exactly
+        once over lost connections. It is at least once over a restart of *this* broker, and with
+        MQTT 3.1.1: its session is clean each time, because packet ids start again with a process,
+        and a broker that remembers an old one would take a new message for its repetition.
+Rule 4. A message that makes the other broker close the connection, LOSSES_MAX times in a row with
+        nothing acknowledged in between, has failed (indeterminate): it waits for its next attempt,
+        and those behind it go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import paho.mqtt.client as mqtt
+from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.packettypes import PacketTypes
+from paho.mqtt.properties import Properties
+
+from broker_ext.sinks.sender import DONE, Outgoing, Sent
+from broker_ext.sinks.settings import read_secret, tls_context
+from broker_ext.wire import MalformedPacket, read_forwarded
+from broker_ext.wire.properties import (
+    CONTENT_TYPE,
+    CORRELATION_DATA,
+    PAYLOAD_FORMAT,
+    RESPONSE_TOPIC,
+    USER_PROPERTY,
+)
+from storage.api import RETAINED
+from storage.outbox import Failure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from paho.mqtt.reasoncodes import ReasonCode
+
+    from broker_ext.sinks.settings import BridgeSettings
+    from storage.api import Entry
+    from storage.clock import Clock
+
+__all__ = ["Bridge", "failure_of"]
+
+log = logging.getLogger("amqtt_durable.sinks")
+
+BACK_OFF_S: Final = (1.0, 60.0)
+SESSION_S: Final = 24 * 3600
+"""How long the other broker is asked to keep the session (MQTT 5)."""
+LOSSES_MAX: Final = 3
+GOODBYE_S: Final = 1.0
+"""How long the other broker may take to close the connection after our DISCONNECT."""
+
+_QUOTA_EXCEEDED: Final = 0x97
+_REJECTED: Final = frozenset({0x87, 0x90, 0x95, 0x99})
+"""Not authorized, topic name invalid, packet too large, payload format invalid."""
+
+
+def failure_of(reason: int) -> Failure:
+    """What a reason code of PUBACK or PUBCOMP says about a message. Pure."""
+    if reason < 0x80:
+        return Failure.NONE
+    if reason == _QUOTA_EXCEEDED:
+        return Failure.THROTTLED
+    return Failure.REJECTED if reason in _REJECTED else Failure.INDETERMINATE
+
+
+class _Flight(NamedTuple):
+    out: Outgoing
+    settled: asyncio.Future[Sent]
+
+
+class Bridge:
+    """The sender of one bridge sink. paho's network thread hands everything to the event loop."""
+
+    ordered = True
+
+    def __init__(self, settings: BridgeSettings, clock: Clock, *, client_id: str) -> None:
+        self.window = settings.inflight
+        self._settings = settings
+        self._clock = clock
+        self._client_id = settings.client_id or client_id
+        self._password: str | None = None
+        self._client: mqtt.Client
+        self._round = 0
+        self._is_new = True
+        self._flying: dict[int, _Flight] = {}
+        self._losses = 0
+        self._connected = asyncio.Event()
+        self._answer: asyncio.Future[str] | None = None
+        self._lost = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._told = ""
+        self._loop = asyncio.get_running_loop()
+
+    # -------------------------------------------------------------------- the connection
+
+    async def open(self) -> None:
+        if self._settings.password_file:
+            self._password = read_secret(self._settings.password_file).decode()
+        self._client = self._made()
+        self._keeping = asyncio.ensure_future(self._keep_connected())
+
+    def _made(self) -> mqtt.Client:
+        settings = self._settings
+        is_5 = settings.version == 5
+        client = mqtt.Client(
+            CallbackAPIVersion.VERSION2,
+            self._client_id,
+            clean_session=None if is_5 else True,
+            protocol=mqtt.MQTTv5 if is_5 else mqtt.MQTTv311,
+            reconnect_on_failure=False,
+        )
+        client.max_inflight_messages_set(0)  # the window is ours
+        client.max_queued_messages_set(0)
+        client.connect_timeout = settings.timeout
+        if settings.username:
+            client.username_pw_set(settings.username, self._password)
+        if settings.tls is not None:
+            client.tls_set_context(tls_context(settings.tls))
+        self._is_new = True
+        self._round += 1
+        number = self._round
+
+        def hand_over(call: Callable[..., None], *arguments: Any) -> None:
+            """From paho's thread to the loop; of an older client nothing is heard any more."""
+
+            def handed() -> None:
+                if number == self._round:
+                    call(*arguments)
+
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(handed)
+
+        def on_connect(
+            _: mqtt.Client, __: Any, ___: Any, reason: ReasonCode, properties: Properties | None
+        ) -> None:
+            most = getattr(properties, "ReceiveMaximum", 65_535)
+            hand_over(self._on_connack, str(reason) if reason.is_failure else "", int(most))
+
+        def on_disconnect(*_: Any) -> None:
+            hand_over(self._on_lost)
+
+        def on_publish(
+            _: mqtt.Client, __: Any, packet_id: int, reason: ReasonCode, ___: Any
+        ) -> None:
+            hand_over(self._on_settled, packet_id, int(reason.value))
+
+        properties = None
+        if is_5:
+            properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
+            properties.SessionExpiryInterval = SESSION_S
+        client.connect_async(
+            settings.host,
+            settings.port or (8883 if settings.tls else 1883),
+            settings.keep_alive,
+            properties=properties,
+        )
+        client.on_connect = on_connect
+        client.on_disconnect = on_disconnect
+        client.on_publish = on_publish
+        return client
+
+    async def _keep_connected(self) -> None:
+        back_off_s = BACK_OFF_S[0]
+        while True:
+            failed = await self._connect()
+            if not failed:
+                back_off_s = BACK_OFF_S[0]
+                self._is_new = False
+                self._tell("")
+                self._connected.set()
+                await self._lost.wait()
+                self._connected.clear()
+                failed = "the connection was lost"
+                await self._hang_up()
+                self._count_loss()
+            else:
+                await self._hang_up()
+                if self._is_new:
+                    self._replace()  # only the first CONNECT of a client is a clean start
+            self._tell(failed)
+            await asyncio.sleep(back_off_s)
+            back_off_s = min(back_off_s * 2, BACK_OFF_S[1])
+
+    async def _connect(self) -> str:
+        """Connect once; returns why it failed, "" if it did not."""
+        self._lost.clear()
+        self._answer = self._loop.create_future()
+        try:
+            await asyncio.to_thread(self._client.reconnect)
+        except OSError as error:
+            return f"no connection ({error.strerror or type(error).__name__})"
+        self._client.loop_start()
+        try:
+            return await asyncio.wait_for(self._answer, self._settings.timeout)
+        except TimeoutError:
+            return "no answer to CONNECT"
+
+    async def _hang_up(self) -> None:
+        """Have paho's thread end. It would wait for what is under way, were the socket open."""
+        opened = self._client.socket()
+        if isinstance(opened, socket.socket):  # SSLSocket is one
+            with contextlib.suppress(OSError):  # it is closed
+                opened.shutdown(socket.SHUT_RDWR)
+        await asyncio.to_thread(self._client.loop_stop)
+
+    def _on_connack(self, refused: str, receive_max: int) -> None:
+        self.window = min(self._settings.inflight, receive_max)
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(f"refused: {refused}" if refused else "")
+
+    def _on_lost(self) -> None:
+        self._lost.set()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result("closed instead of an answer to CONNECT")
+
+    def _count_loss(self) -> None:
+        """Rule 4. paho cannot forget a message, so another client takes over the others."""
+        if not self._flying:
+            return
+        self._losses += 1
+        if self._losses < LOSSES_MAX:
+            return
+        self._losses = 0
+        failed = next(iter(self._flying.values()))
+        if not failed.settled.done():
+            failed.settled.set_result(
+                Sent(Failure.INDETERMINATE, f"{LOSSES_MAX} connections were lost over it")
+            )
+        self._replace()
+
+    def _replace(self) -> None:
+        """Go on with another client, which knows nothing yet."""
+        flights = list(self._flying.values())
+        self._flying.clear()
+        self._client = self._made()
+        for flight in flights:
+            if not flight.settled.done():
+                self._publish(flight)
+
+    def _tell(self, failed: str) -> None:
+        """Say it once when the connection is gone, and once when it is there."""
+        if failed == self._told:
+            return
+        self._told = failed
+        name, where = self._settings.name, self._settings.destination
+        if failed:
+            log.warning("sink %r: %s: %s; trying again", name, where, failed)
+        else:
+            log.info("sink %r: connected to %s", name, where)
+
+    async def ready(self) -> None:
+        await self._connected.wait()
+
+    # ------------------------------------------------------------------------- a message
+
+    async def send(self, out: Outgoing) -> Sent:
+        flight = _Flight(out, self._loop.create_future())
+        self._publish(flight)
+        return await flight.settled
+
+    def _publish(self, flight: _Flight) -> None:
+        message = flight.out.message
+        settings = self._settings
+        expires_s = 0
+        if message.expires_ms:
+            expires_s = max((message.expires_ms - self._clock.now_ms()) // 1000, 1)
+        try:
+            info = self._client.publish(
+                settings.topic_prefix + message.topic.decode(),
+                message.payload,
+                min(message.qos or 1, settings.qos),
+                retain=settings.retain and bool(message.flags & RETAINED),
+                properties=_forwarded(message, expires_s) if settings.version == 5 else None,
+            )
+        except ValueError:  # too long a topic with its prefix, too large a payload
+            flight.settled.set_result(Sent(Failure.REJECTED, "it cannot be a PUBLISH"))
+            return
+        if info.rc == mqtt.MQTT_ERR_QUEUE_SIZE:  # its packet id is under way
+            flight.settled.set_result(Sent(Failure.UNAVAILABLE, "no packet id is free"))
+            return
+        self._flying[info.mid] = flight
+
+    def _on_settled(self, packet_id: int, reason: int) -> None:
+        self._losses = 0
+        flight = self._flying.pop(packet_id, None)
+        if flight is None or flight.settled.done():
+            return
+        failure = failure_of(reason)
+        flight.settled.set_result(Sent(failure, f"reason 0x{reason:02X}") if failure else DONE)
+
+    async def close(self) -> None:
+        keeping, self._keeping = self._keeping, None
+        if keeping is None:
+            return
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        if self._connected.is_set() and not self._lost.is_set():
+            self._client.disconnect()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), GOODBYE_S)
+        self._round += 1  # nothing is heard any more
+        await self._hang_up()
+
+
+def _forwarded(message: Entry, expires_s: int) -> Properties | None:
+    """The MQTT 5 properties of a message as paho has them."""
+    found = Properties(PacketTypes.PUBLISH)  # type: ignore[no-untyped-call]
+    if expires_s:
+        found.MessageExpiryInterval = expires_s
+    try:
+        read = read_forwarded(message.properties)
+    except MalformedPacket:  # of another version of us; the message itself is sound
+        read = None
+    users: list[tuple[str, str]] = []
+    for ident, value in read.pairs if read is not None else ():
+        if ident == PAYLOAD_FORMAT:
+            found.PayloadFormatIndicator = value
+        elif ident == CORRELATION_DATA:
+            found.CorrelationData = value
+        elif ident == CONTENT_TYPE and isinstance(value, bytes):
+            found.ContentType = value.decode()
+        elif ident == RESPONSE_TOPIC and isinstance(value, bytes):
+            found.ResponseTopic = value.decode()
+        elif ident == USER_PROPERTY and isinstance(value, tuple):
+            users.append((value[0].decode(), value[1].decode()))
+    if users:
+        found.UserProperty = users
+    return None if found.isEmpty() else found  # type: ignore[no-untyped-call]
