@@ -42,7 +42,7 @@ log = logging.getLogger("amqtt_durable.session")
 
 REFUSED: Final = 0x80
 """SUBACK return code: failure; UNSUBACK has it too in MQTT 5."""
-NO_SUBSCRIPTION: Final = 0x11
+NO_SUBSCRIPTION: Final = Reason.NO_SUBSCRIPTION
 """UNSUBACK reason code: there was no such subscription."""
 PACKET_IDS: Final = 65_535
 
