@@ -249,8 +249,7 @@ class Registry:
                 begun = await self._durable(
                     connection, packet, user, incarnation, expiry_s=expiry_s
                 )
-            if packet.will is not None:
-                await hub.wills.stored(incarnation)
+            await self._settle_wills(connection, packet, incarnation)
         except BaseException:
             hub.wills.abandon(incarnation)
             if begun is not None:
@@ -263,6 +262,15 @@ class Registry:
             return
         begun.session.has_will = packet.will is not None
         self._accept(connection, packet, begun)
+
+    async def _settle_wills(
+        self, connection: Connection, packet: Connect, incarnation: bytes
+    ) -> None:
+        """Before the client is told: its will is stored, and what waited for its return is gone."""
+        if packet.will is not None:
+            await self.hub.wills.stored(incarnation)
+        if not _left(connection):
+            await self.hub.wills.returned(packet.client_id, clean=packet.clean_start)
 
     def _expiry_s(self, connection: Connection, *, clean_start: bool) -> int | None:
         """How long the session is kept after its connection, None = for ever. Before MQTT 5 Clean
@@ -277,7 +285,6 @@ class Registry:
         hub = self.hub
         session = begun.session
         client_id = session.client_id
-        hub.wills.returned(client_id, clean=packet.clean_start)
         if packet.clean_start:
             self.untold.pop(client_id, None)  # its client has asked for it
         self.owners[client_id] = session

@@ -184,16 +184,22 @@ class Wills:
             self._due_max = 2 * len(self._due) + DUE_MAX
         heappush(self._due, (waiting.due_ms, will.client_id, will.incarnation))
 
-    def returned(self, client_id: bytes, *, clean: bool) -> None:
-        """A client has come back: what waited for it is deleted; but if it starts clean, the
-        session that the will belongs to has ended, and the will is published (section 3.1.4 of
-        MQTT 5). A broker that died is no reason: those wills are deleted."""
+    async def returned(self, client_id: bytes, *, clean: bool) -> None:
+        """A client has come back: what waited for it is deleted, before it is told, so that a crash
+        does not bring it back; but if it starts clean, the session that the will belongs to has
+        ended, and the will is published (section 3.1.4 of MQTT 5). A broker that died is no reason:
+        those wills are deleted."""
         now_ms = self.hub.clock.now_ms()
+        deleted: list[Will] = []
         for waiting in self._waiting.pop(client_id, {}).values():
             if waiting.orphan or not (clean or waiting.due_ms <= now_ms):
-                self._delete(waiting.will)
+                deleted.append(waiting.will)
             else:
                 self._publish_if_permitted(waiting.will, None)
+        apply = self.hub.committer.apply
+        if deleted:
+            ops = [DropWill(will.incarnation) for will in deleted]
+            await asyncio.gather(*(apply(op, retry=True) for op in ops))
 
     def session_ended(self, client_id: bytes) -> None:
         """A session at rest expired."""

@@ -147,6 +147,22 @@ async def test_after_a_crash_a_will_is_published_once_the_time_to_return_is_over
     assert broker.hub.opened.wills == ()
 
 
+async def test_who_came_back_is_told_when_the_will_that_waited_is_gone(broker: Broker) -> None:
+    """So another crash does not bring it back."""
+    await broker.connect(b"1", will=will(b"w"))
+    await broker.crash_and_restart()
+    gate = broker.store.hang_submit(nth=2)  # the first is Acquire
+    client = await broker.dial()
+    client.send(client.connect_packet(b"1"))
+    await gate.reached.wait()
+    assert b"1" not in broker.hub.registry.owners
+    gate.release()
+    await client.next(Connack)
+    assert await wills(broker) == []
+    await broker.crash_and_restart()
+    assert broker.hub.opened.wills == ()
+
+
 async def test_after_a_crash_during_the_time_to_return_the_will_is_still_there(
     broker: Broker,
 ) -> None:

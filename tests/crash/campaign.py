@@ -18,7 +18,7 @@ from storage import open_store
 from storage.errors import StoreError
 from tests.crash import facts
 from tests.crash.broker import Broker, Fate, free_port
-from tests.crash.clients import ANSWER_S, Client, Link, Publisher, Subscriber, World
+from tests.crash.clients import ANSWER_S, VERSED, Client, Link, Publisher, Subscriber, World
 from tests.crash.judge import Verdict, judge
 from tests.crash.points import POINTS, points_of
 
@@ -41,7 +41,9 @@ OPENINGS = ("boot.", "create.")
 
 def _clients(world: World) -> tuple[list[Publisher], list[Subscriber]]:
     publishers = [
-        Publisher(world, f"pub{i}", clean=clean) for i, clean in enumerate((False, False, True))
+        Publisher(world, "pub0"),
+        Publisher(world, VERSED, versed=True),
+        Publisher(world, "pub2", clean=True),
     ]
     end = {"end": 1}
     subscribers = [
@@ -50,6 +52,8 @@ def _clients(world: World) -> tuple[list[Publisher], list[Subscriber]]:
         Subscriber(world, "churn", {"u/#": 1, **end}, ("t/0", "t/+", "+/1", "u/2", "t/kept/#")),
         Subscriber(world, "sleeper", {"t/+": 2, **end}, away=0.4),
         Subscriber(world, "forgetful", {"+/2": 1, **end}, ("u/#",), forgetful=True),
+        Subscriber(world, "brief", {"t/+": 1, **end}, away=0.2, expiry_s=1),
+        Subscriber(world, "passing", {"+/1": 2, **end}, ("u/#",), away=0.1, expiry_s=2),
     ]
     return publishers, subscribers
 

@@ -1,4 +1,6 @@
-"""Raw MQTT 3.1.1 clients that behave badly within the rules, and note what they see.
+"""Raw clients of MQTT 3.1.1 and 5 that behave badly within the rules, and note what they see.
+
+Most of them speak one version on one connection and the other on the next.
 
 Each client decides with a random generator of its own, so that one client's decisions do not
 depend on how the others' packets happened to arrive.
@@ -9,17 +11,19 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from broker_ext.wire import (
-    DISCONNECT,
     PINGREQ,
     Connack,
     Connect,
     ConnectWill,
     Decoder,
+    Disconnect,
     Pingresp,
+    Properties,
     Puback,
     Pubcomp,
     Publish,
@@ -32,15 +36,23 @@ from broker_ext.wire import (
     Unsubscribe,
     encode,
 )
+from broker_ext.wire.properties import (
+    MESSAGE_EXPIRY_S,
+    RECEIVE_MAX,
+    SESSION_EXPIRY_S,
+    TOPIC_ALIAS,
+    TOPIC_ALIAS_MAX,
+    USER_PROPERTY,
+)
 from tests.crash import facts
 from tests.crash.broker import HOST
 from tests.crash.facts import Message
 
 if TYPE_CHECKING:
-    from broker_ext.wire import Packet
+    from broker_ext.wire import Packet, PropertyValue
     from tests.crash.facts import Fact
 
-__all__ = ["ANSWER_S", "END", "Client", "Publisher", "Subscriber", "World"]
+__all__ = ["ANSWER_S", "END", "VERSED", "Client", "Publisher", "Subscriber", "World"]
 
 ANSWER_S: Final = 20.0
 """How long an answer may take on a busy machine before it counts as missing."""
@@ -50,6 +62,14 @@ WINDOW: Final = 40
 """Messages a publisher has under way."""
 PACKET_IDS: Final = 60
 """Packet ids a publisher has: it uses them again soon."""
+FOR_EVER: Final = 0xFFFF_FFFF
+TAKEN_OVER: Final = 0x8E
+SHUTTING_DOWN: Final = 0x8B
+TICK_MS: Final = 10
+VERSED: Final = "versed"
+"""The publisher whose messages have properties."""
+ALIASES: Final = 3
+"""Topics that have an alias on a connection."""
 
 
 class World:
@@ -65,11 +85,16 @@ class World:
         self.history: list[Fact] = []
         self.is_wild = True
         self.is_stopping = False
+        self._ticked_ms = 0
         self._links = itertools.count(1)
         self._tickets = itertools.count(1)
 
     def note(self, fact: Fact) -> int:
         """Add a fact; give its index."""
+        now_ms = time.time_ns() // 1_000_000
+        if now_ms >= self._ticked_ms + TICK_MS:
+            self._ticked_ms = now_ms
+            self.history.append(facts.Ticked(now_ms))
         self.history.append(fact)
         return len(self.history)
 
@@ -85,14 +110,27 @@ class World:
 class Link:
     """One connection of a client. number: its own in the history.
 
-    answered: the CONNACK, or None when the connection ended without one.
+    answered: the CONNACK, or None when the connection ended without one. expiry_s: how long the
+    session is kept after it, None = for ever. window: deliveries that may be under way, 0 = any.
+    told: the reason of the broker's DISCONNECT, -1 = none came.
     """
 
-    def __init__(self, client: Client, *, clean: bool) -> None:
+    def __init__(
+        self, client: Client, *, clean: bool, version: int, expiry_s: int | None, window: int = 0
+    ) -> None:
         self.client = client
         self.clean = clean
+        self.version = version
+        self.expiry_s = expiry_s
+        self.window = window
+        self.told = -1
+        self.under_way: set[int] = set()
+        self.aliases_max = 0
+        self.aliases: dict[bytes, int] = {}
         self.number = client.world.next_link()
-        self.decoder = Decoder(server=False)
+        self.decoder = Decoder(server=False, version=version)
+        self._topics: dict[int, bytes] = {}
+        self._is_over = False
         self.answered: asyncio.Future[Connack | None]
         self.answered = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
@@ -115,9 +153,7 @@ class Link:
         try:
             while data := await reader.read(65_536):
                 for packet in self.decoder.feed(data):
-                    if isinstance(packet, Connack) and not self.answered.done():
-                        self.answered.set_result(packet)
-                    self.client.handle(self, packet)
+                    self._arrived(packet)
                 if self.decoder.error is not None:
                     text = f"{self.client.name}: {self.decoder.error}"
                     self.client.world.note(facts.Failed("down", text))
@@ -126,24 +162,56 @@ class Link:
         except OSError:
             pass  # cut, by us or with the broker
         finally:
+            self.over()
             self.gone.set()
             if not self.answered.done():
                 self.answered.set_result(None)
             if self._writer is not None:
                 self._writer.close()
 
-    def send(self, data: bytes) -> None:
-        """Write bytes; what a dead connection is given is lost."""
+    def _arrived(self, packet: Packet) -> None:
+        if isinstance(packet, Connack):
+            if not self.answered.done():
+                self.answered.set_result(packet)
+            if packet.properties is not None:
+                self.aliases_max = min(packet.properties.get(TOPIC_ALIAS_MAX, 0), ALIASES)
+        elif isinstance(packet, Disconnect):
+            self.told = packet.reason
+        elif isinstance(packet, Publish) and packet.properties is not None:
+            alias = packet.properties.get(TOPIC_ALIAS, 0)
+            if packet.topic and alias:
+                self._topics[alias] = packet.topic
+            elif alias:
+                packet = packet._replace(topic=self._topics[alias])
+        self.client.handle(self, packet)
+
+    def send(self, packet: Packet) -> None:
+        """Write a packet; what a dead connection is given is lost."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(data)
+            self._writer.write(encode(packet, self.version))
+
+    def disconnect(self, expiry_s: int | None = None) -> None:
+        """DISCONNECT, perhaps with another session expiry, and close."""
+        self.over(expiry_s)
+        said = None if expiry_s is None else Properties(((SESSION_EXPIRY_S, expiry_s),))
+        self.send(Disconnect(0, said))
+        self.close(politely=True)
+
+    def over(self, expiry_s: int | None = None) -> None:
+        """Note, once, that this connection ends."""
+        if not self._is_over:
+            self._is_over = True
+            self.client.world.note(facts.Left(self.client.name, self.number, expiry_s))
 
     def ping(self) -> None:
         """Send PINGREQ."""
         self.pings.append(self.client.world.note(facts.Pinging(self.client.name, self.number)))
-        self.send(PINGREQ)
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(PINGREQ)
 
     def close(self, *, politely: bool) -> None:
         """Close: what is written still goes out, or it is cut."""
+        self.over()
         if self._writer is not None:
             if politely:
                 self._writer.close()
@@ -169,20 +237,49 @@ class Client:
         self.name = name
         self.rng = random.Random(f"{world.seed}/{name}")  # noqa: S311 - no secret
         self.link: Link | None = None
+        self.back_at = 0.0
         self._links: list[Link] = []
 
     # ----------------------------------------------------------------------- connecting
 
+    def version(self) -> int:
+        """Choose the version of the next connection."""
+        return self.rng.choice((4, 5))
+
+    def new_link(self, *, clean: bool) -> Link:
+        """Choose what the next connection is like."""
+        return Link(
+            self,
+            clean=clean,
+            version=self.version(),
+            expiry_s=0 if clean else None,
+            window=self.rng.choice((0, 5, 30)),
+        )
+
+    def _connect_packet(self, link: Link) -> Connect:
+        properties = None
+        if link.version == 5:
+            pairs: list[tuple[int, PropertyValue]] = []
+            if link.expiry_s != 0:
+                pairs.append((SESSION_EXPIRY_S, link.expiry_s or FOR_EVER))
+            if link.window:
+                pairs.append((RECEIVE_MAX, link.window))
+            pairs.append((TOPIC_ALIAS_MAX, self.rng.choice((0, ALIASES))))
+            properties = Properties(tuple(pairs))
+        name = self.name.encode()
+        return Connect(
+            link.version, name, link.clean, 0, will=self.will(link), properties=properties
+        )
+
     async def connect(self, *, clean: bool | None = None) -> bool:
         """Open a connection and wait for CONNACK; an open one is taken over from."""
-        clean = self.clean if clean is None else clean
-        link = Link(self, clean=clean)
+        link = self.new_link(clean=self.clean if clean is None else clean)
         if not await link.open():
             await asyncio.sleep(0.01)
             return False
         self._links.append(link)
-        self.world.note(facts.Connecting(self.name, link.number, clean))
-        link.send(encode(Connect(4, self.name.encode(), clean, 0, will=self.will(link))))
+        self.world.note(facts.Connecting(self.name, link.number, link.clean, link.expiry_s))
+        link.send(self._connect_packet(link))
         answered, _ = await asyncio.wait([link.answered], timeout=ANSWER_S)
         answer = link.answered.result() if answered else None
         if answer is not None and answer.reason and self.world.is_stopping:
@@ -204,7 +301,7 @@ class Client:
                 return
             older, self.link = self.link, link
             clean, present = link.clean, packet.session_present
-            self.world.note(facts.Connected(self.name, link.number, clean, present))
+            self.world.note(facts.Connected(self.name, link.number, clean, present, link.expiry_s))
             if older is not None and older is not link and not older.gone.is_set():
                 older.may_read.set()
             self.connected(link, present=present, clean=clean)
@@ -245,12 +342,18 @@ class Client:
                 await older.gone.wait()
         except TimeoutError:
             self.world.note(facts.Failed("owner", f"{self.name}: link {older.number} lives on"))
+        if older.told not in (-1, TAKEN_OVER, SHUTTING_DOWN):  # -1: 3.1.1, or the broker died
+            text = f"{self.name}: link {older.number} was told {older.told:#x}"
+            self.world.note(facts.Failed("owner", text))
 
     # ---------------------------------------------------------------------------- living
 
     async def live(self) -> None:
         """Misbehave until cancelled."""
         while True:
+            away_s = self.back_at - asyncio.get_running_loop().time()
+            if away_s > 0:
+                await asyncio.sleep(away_s)
             if not self.is_connected and not await self.connect():
                 continue
             await self.act()
@@ -266,15 +369,18 @@ class Client:
             return
         how = self.rng.random()
         if how < 0.35:
-            link.send(DISCONNECT)
-            link.close(politely=True)
+            link.disconnect()
         elif how < 0.7:
             link.close(politely=self.rng.random() < 0.5)
         else:
             if await self.connect():
                 await self.must_be_taken_over(link)
             return
-        await asyncio.sleep(self.rng.choice((0.0, 0.0, 0.02, 0.2)))
+        self.stay_away()
+
+    def stay_away(self) -> None:
+        """Come back later."""
+        self.back_at = asyncio.get_running_loop().time() + self.rng.choice((0.0, 0.0, 0.02, 0.2))
 
 
 @dataclass(slots=True)
@@ -287,16 +393,23 @@ class _Pending:
 class Publisher(Client):
     """Publishes at QoS 1 and 2, and finishes its handshakes late, or after a reconnect.
 
-    clean: it forgets what was under way when its connection ends.
+    clean: it forgets what was under way when its connection ends. versed: it speaks MQTT 5 only,
+    and uses it: some of its messages expire, and all have their id in a User Property.
     """
 
-    def __init__(self, world: World, name: str, *, clean: bool) -> None:
+    def __init__(
+        self, world: World, name: str, *, clean: bool = False, versed: bool = False
+    ) -> None:
         super().__init__(world, name)
         self.clean = clean
+        self.versed = versed
         self.pending: dict[int, _Pending] = {}
         self._numbers = itertools.count(1)
         self._next_id = 1
         self._late: list[int] = []
+
+    def version(self) -> int:
+        return 5 if self.versed else super().version()
 
     def will(self, link: Link) -> ConnectWill | None:
         message = Message(f"will-{self.name}", link.number, f"t/will/{self.name}", 1)
@@ -320,6 +433,9 @@ class Publisher(Client):
         pending = self.pending.get(packet_id)
         if pending is None:
             self._unexpected(packet)
+        elif packet.reason >= 0x80:
+            text = f"{self.name}: {type(packet).__name__} {packet.reason:#x}"
+            self.world.note(facts.Failed("down", text))
         elif isinstance(packet, Pubrec):
             self._received(link, packet_id, pending)
         elif isinstance(packet, Puback):
@@ -347,13 +463,29 @@ class Publisher(Client):
     def _release(self, link: Link, packet_id: int, pending: _Pending) -> None:
         pending.step = "released"
         self.world.note(facts.Released(self.name, pending.message, packet_id))
-        link.send(encode(Pubrel(packet_id)))
+        link.send(Pubrel(packet_id))
 
     def _send(self, link: Link, packet_id: int, pending: _Pending, *, dup: bool) -> None:
         message = pending.message
         flags = message.qos << 1 | message.retain | dup << 3
         self.world.note(facts.Publishing(self.name, link.number, message, packet_id))
-        link.send(encode(Publish(flags, message.topic.encode(), packet_id, pending.payload)))
+        topic, properties = self._with_properties(link, message)
+        link.send(Publish(flags, topic, packet_id, pending.payload, properties))
+
+    def _with_properties(self, link: Link, message: Message) -> tuple[bytes, Properties | None]:
+        topic = message.topic.encode()
+        pairs: list[tuple[int, PropertyValue]] = []
+        if self.versed:
+            pairs.append((USER_PROPERTY, (b"id", message.id.encode())))
+        if message.expiry_s:
+            pairs.append((MESSAGE_EXPIRY_S, message.expiry_s))
+        if topic in link.aliases:
+            pairs.append((TOPIC_ALIAS, link.aliases[topic]))
+            topic = b""
+        elif len(link.aliases) < link.aliases_max:
+            alias = link.aliases[topic] = len(link.aliases) + 1
+            pairs.append((TOPIC_ALIAS, alias))
+        return topic, Properties(tuple(pairs)) if pairs else None
 
     def publish(self, message: Message, payload: bytes) -> None:
         """Send a message for the first time."""
@@ -377,7 +509,8 @@ class Publisher(Client):
             empty = rng.random() < 0.2
         elif kind < 0.15:
             topic, empty = f"t/empty/{self.name}-{number}", True
-        message = Message(self.name, number, topic, qos, retain, empty)
+        expiry_s = rng.choice((1, 2)) if self.versed and rng.random() < 0.3 else 0
+        message = Message(self.name, number, topic, qos, retain, empty, expiry_s)
         size = rng.choice((0, 0, 20, 100, 500, 2000, 65_536 if rng.random() < 0.2 else 100))
         payload = b"" if empty else message.id.encode() + b"\n" + b"\xff\x00" * (size // 2)
         self.publish(message, payload[:65_536])
@@ -419,7 +552,8 @@ class Subscriber(Client):
     """A durable session that acknowledges late, out of order, or not before the next connection.
 
     stable: filters it never gives up. churn: filters it takes and leaves. away: likes to be
-    disconnected. forgetful: sometimes throws its session away.
+    disconnected. forgetful: sometimes throws its session away. expiry_s: its session expires, and
+    it stays away for about as long; it speaks MQTT 5 only.
     """
 
     def __init__(
@@ -431,8 +565,10 @@ class Subscriber(Client):
         *,
         away: float = 0.01,
         forgetful: bool = False,
+        expiry_s: int | None = None,
     ) -> None:
         super().__init__(world, name)
+        self.expiry_s = expiry_s
         self.stable = stable
         self.churn = churn
         self.away = away
@@ -443,6 +579,17 @@ class Subscriber(Client):
         self._requests: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._next_id = 1
         self._handshakes: set[int] = set()
+
+    def new_link(self, *, clean: bool) -> Link:
+        link = super().new_link(clean=clean)
+        if self.expiry_s is None:
+            return link
+        return Link(self, clean=clean, version=5, expiry_s=self.expiry_s, window=link.window)
+
+    def stay_away(self) -> None:
+        super().stay_away()
+        if self.expiry_s is not None and self.world.is_wild:
+            self.back_at += self.rng.choice((0, 0, 0.2, 0.5, self.expiry_s + 1.2))
 
     # ------------------------------------------------------------------------- packets
 
@@ -476,6 +623,8 @@ class Subscriber(Client):
         message_id = packet.payload.partition(b"\n")[0].decode()
         if not message_id and topic.startswith("t/empty/"):
             message_id = topic.rpartition("/")[2]
+        if link.version == 5:
+            self._check_properties(link, packet, message_id)
         self.world.note(
             facts.Delivered(
                 self.name,
@@ -495,6 +644,21 @@ class Subscriber(Client):
             self._handshakes.add(packet.packet_id)
             self._answer(link, Pubrec(packet.packet_id))
 
+    def _check_properties(self, link: Link, packet: Publish, message_id: str) -> None:
+        """Look at what 3.1.1 does not know: properties of the message, and the window."""
+        named = packet.properties.get(USER_PROPERTY) if packet.properties else None
+        wanted = None
+        if message_id.startswith(VERSED):
+            wanted = (b"id", message_id.encode())
+        if message_id and named != wanted:
+            text = f"{self.name}: {message_id} came as {named}"
+            self.world.note(facts.Failed("properties", text))
+        if packet.qos:
+            link.under_way.add(packet.packet_id)
+            if link.window and len(link.under_way) > link.window:
+                text = f"{self.name}: {len(link.under_way)} under way of {link.window}"
+                self.world.note(facts.Failed("window", text))
+
     def _answer(self, link: Link, packet: Puback | Pubrec | Pubcomp) -> None:
         if self.world.is_wild:
             chance = self.rng.random()
@@ -509,20 +673,22 @@ class Subscriber(Client):
     def _acknowledge(self, link: Link, packet: Puback | Pubrec | Pubcomp) -> None:
         kind = type(packet).__name__.lower()
         self.world.note(facts.Acknowledged(self.name, link.number, packet.packet_id, kind))
-        link.send(encode(packet))
+        if not isinstance(packet, Pubrec):
+            link.under_way.discard(packet.packet_id)
+        link.send(packet)
 
     def _subscribe(self, link: Link, filters: dict[str, int]) -> None:
         packet_id = self._request(link, tuple(filters))
         ticket = self._requests[packet_id][0]
         self.world.note(facts.Subscribing(self.name, link.number, ticket, tuple(filters.items())))
         wanted = tuple(SubscribeFilter(f.encode(), q) for f, q in filters.items())
-        link.send(encode(Subscribe(packet_id, wanted)))
+        link.send(Subscribe(packet_id, wanted))
 
     def _unsubscribe(self, link: Link, filters: tuple[str, ...]) -> None:
         packet_id = self._request(link, filters)
         ticket = self._requests[packet_id][0]
         self.world.note(facts.Unsubscribing(self.name, link.number, ticket, filters))
-        link.send(encode(Unsubscribe(packet_id, tuple(f.encode() for f in filters))))
+        link.send(Unsubscribe(packet_id, tuple(f.encode() for f in filters)))
 
     def _request(self, link: Link, filters: tuple[str, ...]) -> int:
         del link
@@ -585,8 +751,7 @@ class Subscriber(Client):
         if self.link is not None:
             self.link.close(politely=True)
         if await self.connect(clean=True) and self.link is not None:
-            self.link.send(DISCONNECT)
-            self.link.close(politely=True)
+            self.link.disconnect()
 
     @property
     def is_ready(self) -> bool:

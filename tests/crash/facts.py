@@ -2,7 +2,8 @@
 
 A history is a list of these in the order they happened, from one event loop; an index in it is a
 time. "Sent" facts are noted just before the bytes go out, "arrived" facts when they were read, so
-if one fact's consequence is another, their indexes have that order.
+if one fact's consequence is another, their indexes have that order. Now and then there is a
+``Ticked``: what comes behind it happened at or after that time of the clock.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = [
     "Fact",
     "Failed",
     "Found",
+    "Left",
     "Message",
     "Pinging",
     "Ponged",
@@ -31,6 +33,7 @@ __all__ = [
     "Stored",
     "Subscribed",
     "Subscribing",
+    "Ticked",
     "Unsubscribed",
     "Unsubscribing",
 ]
@@ -40,6 +43,7 @@ class Message(NamedTuple):
     """One message. number: counts the publisher's messages, so it orders them.
 
     empty: it has no payload to carry its identity. A retained one clears its topic.
+    expiry_s: its Message Expiry Interval, 0 = none.
     """
 
     publisher: str
@@ -48,6 +52,7 @@ class Message(NamedTuple):
     qos: int
     retain: bool = False
     empty: bool = False
+    expiry_s: int = 0
 
     @property
     def id(self) -> str:
@@ -56,11 +61,13 @@ class Message(NamedTuple):
 
 
 class Connecting(NamedTuple):
-    """CONNECT is sent. link: number of the connection, unique in the history."""
+    """CONNECT is sent. link: number of the connection, unique in the history; later ones are
+    higher. clean: Clean Start. expiry_s: how long the session is kept, None = for ever."""
 
     client: str
     link: int
     clean: bool
+    expiry_s: int | None = None
 
 
 class Connected(NamedTuple):
@@ -70,6 +77,16 @@ class Connected(NamedTuple):
     link: int
     clean: bool
     present: bool
+    expiry_s: int | None = None
+
+
+class Left(NamedTuple):
+    """A connection ends: the client ends it, or saw that it had ended. expiry_s: as ``Connecting``,
+    if its DISCONNECT changes it."""
+
+    client: str
+    link: int
+    expiry_s: int | None = None
 
 
 class Publishing(NamedTuple):
@@ -184,6 +201,12 @@ class Ponged(NamedTuple):
     asked: int
 
 
+class Ticked(NamedTuple):
+    """The clock. now_ms: milliseconds since the epoch, as the broker counts them."""
+
+    now_ms: int
+
+
 class Died(NamedTuple):
     """The broker's process is gone. how: a crash point, "random", "stop"."""
 
@@ -228,6 +251,7 @@ class Failed(NamedTuple):
 Fact: TypeAlias = (
     Connecting
     | Connected
+    | Left
     | Publishing
     | Accepted
     | Released
@@ -241,6 +265,7 @@ Fact: TypeAlias = (
     | Releasing
     | Pinging
     | Ponged
+    | Ticked
     | Died
     | Stored
     | Retained

@@ -15,9 +15,17 @@ broken promise and not a matter of taste:
   again behind a retained QoS 2 message of its topic may take that one's place: the broker knows
   the QoS 2 message again, but not the QoS 1 message;
 * so a session that subscribed between the two sendings of a QoS 1 message sees only the second,
-  which comes after messages with higher numbers that were sent in between;
+  which comes after messages with higher numbers that were sent in between; the same when the first
+  one expired before it could be delivered;
 * a new session for which nothing was answered out of a commit yet may be told to be absent once
-  more: the broker cannot know that its client was told, and nothing of it is lost.
+  more: the broker cannot know that its client was told, and nothing of it is lost;
+* a session that expires certainly is there until its expiry has passed since it last heard of the
+  broker, and certainly is not when its expiry has passed since the broker must have known that its
+  client had gone: a while after that, or, when the broker died meanwhile, as soon as it is back;
+* wills of connections that died with one process after the other come in any order;
+* a message that expires is owed to nobody, and comes to nobody for the first time a while after
+  its expiry. One that comes with DUP was on its way before, for all that a broker can know which
+  died meanwhile: it may have found it to have expired before it was sent, and others went first.
 """
 
 from __future__ import annotations
@@ -51,8 +59,17 @@ PROMISES: Final = {
     "owner": "P7 a connection lives on after another took its client id",
     "check": "the store's own check found something, or its identity changed",
     "down": "the broker does not come back, or does not answer",
+    "expired": "a message was delivered after its expiry, or a session outlived its own",
+    "properties": "what MQTT 5 adds to a message did not come with it",
+    "window": "more deliveries under way than the client said it takes",
 }
 EXAMPLES_MAX: Final = 20
+EARLY_MS: Final = 500
+"""What was heard of the broker may have been under way for so long."""
+NOTICED_MS: Final = 1000
+"""A broker that lives knows after so long that a client has gone."""
+LATE_MS: Final = 800
+"""What was delivered in time may arrive so late: a client stalls for 200 ms."""
 
 
 @dataclass(slots=True)
@@ -151,9 +168,19 @@ class _Session:
     unanswered: CONNECTs since it did not exist that had no answer; one may have made it.
     doubt: when a clean CONNECT was sent that had no answer; it may have deleted what was there.
     kept: something of it was certainly stored after its first CONNACK.
+    expiry_s: how long it is kept, None = for ever; expiry_min_s: or for so long, if a DISCONNECT
+    that said so was read. heard_ms: when its client last heard of the broker. gone_ms: when the
+    last of its connections ended, None = it has one. noticed_ms: when the broker certainly knew.
+    died: the broker died after gone_ms.
     """
 
     exists: bool | None = False
+    expiry_s: int | None = None
+    expiry_min_s: int | None = None
+    heard_ms: int = 0
+    gone_ms: int | None = None
+    noticed_ms: int | None = None
+    died: bool = False
     unanswered: int = 0
     doubt: int = 0
     kept: bool = False
@@ -181,11 +208,14 @@ class _Session:
 
 @dataclass(slots=True)
 class _Sent:
-    """One message. first, last: when it was sent. times: how often. accepted: when, 0 = not."""
+    """One message. first, last: when it was sent. times: how often. accepted: when, 0 = not.
+    last_ms: the broker certainly had it by then, if it ever had. is_will: it came in a CONNECT."""
 
     message: Message
     first: int
     last: int = 0
+    last_ms: int = 0
+    is_will: bool = False
     times: int = 0
     accepted: int = 0
 
@@ -201,10 +231,15 @@ def matches(topic_filter: str, topic: str) -> bool:
     return len(wanted) == len(levels)
 
 
+HEARD: Final = (facts.Connected, facts.Delivered, facts.Accepted, facts.Completed, facts.Ponged)
+
+
 class _Judge:
     def __init__(self, anchor: str) -> None:
         self.verdict = Verdict()
         self.now = 0
+        self.now_ms = 0
+        self.asked_ms: dict[int, int] = {}
         self.sessions: dict[str, _Session] = defaultdict(_Session)
         self.sent: dict[str, _Sent] = {}
         self.retained: dict[str, list[_Sent]] = defaultdict(list)
@@ -215,6 +250,7 @@ class _Judge:
         self.rules: dict[type, Callable[[Any], None]] = {
             facts.Connecting: self._connecting,
             facts.Connected: self._connected,
+            facts.Left: self._left,
             facts.Publishing: self._publishing,
             facts.Accepted: self._accepted,
             facts.Released: self._released,
@@ -228,6 +264,7 @@ class _Judge:
             facts.Releasing: self._releasing,
             facts.Pinging: lambda _: None,
             facts.Ponged: self._ponged,
+            facts.Ticked: self._ticked,
             facts.Died: self._died,
             facts.Stored: self._stored,
             facts.Retained: self._retained,
@@ -239,12 +276,20 @@ class _Judge:
     def feed(self, index: int, fact: Fact) -> None:
         self.now = index
         self.rules[type(fact)](fact)
+        if isinstance(fact, HEARD):
+            session = self.sessions[fact.client]
+            if fact.link == session.link:
+                session.heard_ms = self.now_ms
+
+    def _ticked(self, fact: facts.Ticked) -> None:
+        self.now_ms = fact.now_ms
 
     # -------------------------------------------------------------------------- sessions
 
     def _connecting(self, fact: facts.Connecting) -> None:
         session = self.sessions[fact.client]
         self.connecting[fact.link] = self.now
+        self.asked_ms[fact.link] = self.now_ms
         if fact.clean:
             session.exists = None if session.exists is not False else False
             session.doubt = self.now  # nothing is owed any more, whether it arrives or not
@@ -252,16 +297,26 @@ class _Judge:
 
     def _connected(self, fact: facts.Connected) -> None:
         session = self.sessions[fact.client]
+        expired = self._expired(session, fact.link)
         if fact.clean and fact.present:
             self.verdict.add("session", f"{fact.client}: present after a clean CONNECT")
+        elif fact.present and expired:
+            self.verdict.add("expired", f"{fact.client}: present at {self.now}, but it expired")
         elif session.exists is True and session.kept and not (fact.clean or fact.present):
-            self.verdict.add("session", f"{fact.client}: not present at {self.now}, but it was")
+            if expired is False:
+                self.verdict.add("session", f"{fact.client}: not present at {self.now}, but it was")
         elif session.exists is False and fact.present and session.unanswered == 1:
             self.verdict.add("session", f"{fact.client}: present at {self.now}, but never was")
+        if session.expiry_s is not None and not fact.clean:
+            self.verdict.counts["resumed in time" if fact.present else "expired"] += 1
+        self._noticed()
         if fact.clean or not fact.present:
             session.renew()
         session.unanswered = 0
-        session.exists = not fact.clean
+        session.exists = fact.expiry_s != 0
+        session.expiry_s = session.expiry_min_s = fact.expiry_s
+        session.gone_ms = session.noticed_ms = None
+        session.died = False
         session.kept = session.kept or fact.present
         session.link = fact.link
         session.due = {
@@ -269,8 +324,37 @@ class _Judge:
         }
         session.due_told = False
         session.last_turn = -1
-        if not fact.clean:
+        if session.exists:
             self._committed(self.connecting[fact.link])
+
+    def _left(self, fact: facts.Left) -> None:
+        session = self.sessions[fact.client]
+        if fact.link < session.link:
+            return  # it was taken over from
+        session.gone_ms = self.now_ms
+        session.noticed_ms = None
+        session.died = False
+        if fact.expiry_s is not None and session.expiry_min_s is not None:
+            session.expiry_min_s = min(session.expiry_min_s, fact.expiry_s)
+
+    def _expired(self, session: _Session, link: int) -> bool | None:
+        """Whether it certainly has, or certainly has not, when a CONNECT was answered."""
+        if session.expiry_s is None or session.expiry_min_s is None:
+            return False
+        if self.now_ms < session.heard_ms + session.expiry_min_s * 1000 - EARLY_MS:
+            return False
+        noticed_ms = session.noticed_ms
+        if noticed_ms is None:
+            if session.died or session.gone_ms is None:
+                return None
+            noticed_ms = session.gone_ms + NOTICED_MS
+        return True if self.asked_ms[link] > noticed_ms + session.expiry_s * 1000 else None
+
+    def _noticed(self) -> None:
+        """The broker has answered a CONNECT: what it died with is known to it."""
+        for session in self.sessions.values():
+            if session.died and session.noticed_ms is None:
+                session.noticed_ms = self.now_ms
 
     # ------------------------------------------------------------------------ publishers
 
@@ -278,18 +362,20 @@ class _Judge:
         message = fact.message
         sent = self.sent.get(message.id)
         if sent is None:
-            sent = self.sent[message.id] = _Sent(message, self.now)
+            sent = self.sent[message.id] = _Sent(message, self.now, is_will=not fact.packet_id)
             self.verdict.counts["published"] += 1
             if message.retain and message.qos:
                 self.retained[message.topic].append(sent)
         sent.times += 1
         sent.last = self.now
+        sent.last_ms = self.now_ms
         if message.qos == 2:
             self.sessions[fact.client].inbound[fact.packet_id] = "unknown"
 
     def _accepted(self, fact: facts.Accepted) -> None:
         sent = self.sent[fact.message.id]
         sent.accepted = sent.accepted or self.now
+        sent.last_ms = self.now_ms
         self.verdict.counts["accepted"] += 1
         session = self.sessions[fact.client]
         if fact.message.topic.startswith(self.anchor):
@@ -344,6 +430,8 @@ class _Judge:
             self.verdict.add("owner", f"{fact.client}: a delivery on the old connection")
             return
         self.verdict.counts["delivered"] += 1
+        if not fact.dup:
+            self._check_expired(fact)
         if fact.qos == 0:
             session.live.add(fact.message_id)
             if not fact.retain:
@@ -364,6 +452,18 @@ class _Judge:
             self._came_again(session, closed, fact)
             return
         self._new(session, fact)
+
+    def _check_expired(self, fact: facts.Delivered) -> None:
+        sent = self.sent.get(fact.message_id)
+        if sent is None or not sent.message.expiry_s:
+            return
+        self.verdict.counts["delivered before their expiry"] += 1
+        if self._is_over(sent):
+            self.verdict.add("expired", f"{fact.client}: {fact.message_id} at {self.now}")
+
+    def _is_over(self, sent: _Sent) -> bool:
+        expiry_s = sent.message.expiry_s
+        return expiry_s > 0 and self.now_ms > sent.last_ms + expiry_s * 1000 + LATE_MS
 
     def _redelivered(self, session: _Session, before: _Delivery, fact: facts.Delivered) -> None:
         what = f"{fact.client}: {fact.message_id} id {fact.packet_id} at {self.now}"
@@ -419,7 +519,7 @@ class _Judge:
         if times > (1 if message.qos == 2 else sent.times):
             promise = "twice" if message.qos == 2 else "again"
             self.verdict.add(promise, f"{what}: {times} times, sent {sent.times} times")
-        if times == 1:
+        if times == 1 and not sent.is_will and not (fact.dup and message.expiry_s):
             key = (message.publisher, message.topic)
             if session.newest.get(key, -1) < message.number:
                 session.newest[key] = message.number
@@ -499,6 +599,12 @@ class _Judge:
         self.verdict.counts[f"died at {fact.how}"] += 1
         self.acked.clear()
         self.processed.clear()
+        for session in self.sessions.values():
+            if session.gone_ms is None:
+                session.gone_ms = self.now_ms
+            elif not session.died and self.now_ms >= session.gone_ms + NOTICED_MS:
+                session.noticed_ms = session.gone_ms + NOTICED_MS
+            session.died = True
 
     def _found(self, fact: facts.Found) -> None:
         for problem in fact.problems:
@@ -509,10 +615,10 @@ class _Judge:
     def _stored(self, fact: facts.Stored) -> None:
         session = self.sessions[fact.client]
         if fact.subscriptions is None:
-            if session.exists is True:
+            if session.exists is True and session.expiry_s is None:
                 self.verdict.add("session", f"{fact.client}: no record at {self.now}")
             return
-        if session.exists is not True:
+        if session.exists is not True or session.expiry_s is not None:
             return
         for name, place in session.filters.items():
             known = place.known(session.doubt)
@@ -528,10 +634,11 @@ class _Judge:
     def _retained(self, fact: facts.Retained) -> None:
         for topic, history in self.retained.items():
             last = max((i for i, s in enumerate(history) if s.accepted), default=None)
-            allowed = {_shown(s.message) for s in history[last or 0 :]}
-            if last is None:
+            late = [s for s in history[last or 0 :] if fact.by == "client" and self._is_over(s)]
+            allowed = {_shown(s.message) for s in history[last or 0 :] if s not in late}
+            if last is None or any(s.message.expiry_s for s in history[last:]):
                 allowed.add("")
-            elif history[last].message.qos == 2:
+            if last is not None and history[last].message.qos == 2:
                 allowed |= {
                     _shown(s.message)
                     for s in history[:last]
@@ -576,7 +683,7 @@ class _Judge:
         wanted: dict[str, int | None] = {}
         for sent in accepted:
             message = sent.message
-            if message.empty and message.retain:
+            if message.expiry_s or (message.empty and message.retain):
                 continue  # a clear has no identity
             if message.topic not in wanted:
                 wanted[message.topic] = min(
@@ -596,8 +703,9 @@ class _Judge:
 
 
 def _is_owed(session: _Session, sent: _Sent) -> bool:
-    """Whether a subscription was certainly in force when a message was first sent."""
-    return any(
+    """Whether a session must get the first copy of a message: a subscription was certainly in force
+    when it was sent, and it does not expire."""
+    return not sent.message.expiry_s and any(
         since < sent.first
         for name, place in session.filters.items()
         if matches(name, sent.message.topic)

@@ -249,6 +249,7 @@ POINTS: Final[dict[str, Point]] = {
             "Prune": 3,
             "StoreWill": 3,
             "DropWill": 2,
+            "Expire": 3,
         }.items()
     ),
 }

@@ -25,19 +25,28 @@ class Story:
         self.links: dict[str, int] = {}
         self.numbers = 0
         self.tickets = 0
+        self.now_ms = 0
 
     def note(self, fact: Fact) -> int:
         self.history.append(fact)
         return len(self.history)
 
     def connect(
-        self, client: str, *, present: bool = True, clean: bool = False, answered: bool = True
+        self,
+        client: str,
+        *,
+        present: bool = True,
+        clean: bool = False,
+        answered: bool = True,
+        expiry_s: int | None = None,
     ) -> None:
         self.link += 1
-        self.note(facts.Connecting(client, self.link, clean))
+        if clean:
+            expiry_s = 0
+        self.note(facts.Connecting(client, self.link, clean, expiry_s))
         if answered:
             self.links[client] = self.link
-            self.note(facts.Connected(client, self.link, clean, present))
+            self.note(facts.Connected(client, self.link, clean, present, expiry_s))
 
     def subscribe(self, *filters: tuple[str, int], answered: bool = True) -> None:
         self.tickets += 1
@@ -107,6 +116,19 @@ class Story:
 
     def die(self) -> None:
         self.note(facts.Died("random"))
+
+    def wait(self, ms: int) -> None:
+        self.now_ms += ms
+        self.note(facts.Ticked(self.now_ms))
+
+    def leave(self, expiry_s: int | None = None) -> None:
+        self.note(facts.Left("sub", self.links["sub"], expiry_s))
+
+    def be_brief(self) -> None:
+        """``sub`` has a session that expires after two seconds, and leaves."""
+        self.wait(1)
+        self.connect("sub", expiry_s=2)
+        self.leave()
 
     def begin(self) -> None:
         self.connect("pub", present=False)
@@ -242,9 +264,97 @@ def _a_clean_connect_without_an_answer(story: Story) -> None:
     story.subscribe(("t/#", 2))
 
 
+def _expired(story: Story) -> None:
+    story.send(story.message())
+    story.be_brief()
+    story.wait(2500)
+    story.connect("sub", present=False)
+
+
+def _about_to_expire(story: Story) -> None:
+    story.be_brief()
+    story.wait(1900)
+    story.connect("sub", present=False)
+
+
+def _not_noticed_yet(story: Story) -> None:
+    story.be_brief()
+    story.wait(2900)
+    story.connect("sub")
+
+
+def _not_noticed_before_the_broker_was_back(story: Story) -> None:
+    story.be_brief()
+    story.die()
+    story.wait(10_000)
+    story.connect("pub")
+    story.wait(1000)
+    story.connect("sub")
+
+
+def _ended_by_its_disconnect(story: Story) -> None:
+    story.be_brief()
+    story.leave(expiry_s=0)
+    story.connect("sub", present=False)
+
+
+def _message_expired(story: Story) -> None:
+    story.send(story.message(expiry_s=1))
+
+
+def _under_way_when_it_expired(story: Story) -> None:
+    message = story.message(expiry_s=1)
+    story.send(message)
+    story.die()
+    story.wait(5000)
+    story.connect("sub")
+    story.arrive(message, dup=True)
+    story.answer(message)
+
+
+def _expired_when_it_was_to_be_sent(story: Story) -> None:
+    first, second = story.message(expiry_s=1), story.message()
+    story.send(first)
+    story.send(second)
+    story.wait(5000)
+    story.arrive(second)
+    story.die()
+    story.connect("sub")
+    story.arrive(first, dup=True)
+    story.answer(first)
+    story.arrive(second, dup=True)
+    story.answer(second)
+
+
+def _first_copy_expired(story: Story) -> None:
+    first, second = story.message(expiry_s=1), story.message()
+    story.send(first, accepted=False)
+    story.send(second)
+    story.deliver(second)
+    story.connect("pub")
+    story.send(first)
+    story.deliver(first)
+
+
+def _retained_until_it_expired(story: Story) -> None:
+    story.send(story.message("x", retain=True, expiry_s=1))
+    story.wait(5000)
+    story.note(facts.Retained("client", {}))
+
+
 @pytest.mark.parametrize(
     "happens",
     [
+        _expired,
+        _about_to_expire,
+        _not_noticed_yet,
+        _not_noticed_before_the_broker_was_back,
+        _ended_by_its_disconnect,
+        _message_expired,
+        _under_way_when_it_expired,
+        _expired_when_it_was_to_be_sent,
+        _first_copy_expired,
+        _retained_until_it_expired,
         _not_accepted,
         _before_the_suback,
         _behind_an_unsubscribe,
@@ -468,6 +578,40 @@ def _old_connection_served(story: Story) -> None:
     story.note(facts.Delivered("sub", old, message.id, 9, 1, dup=False, retain=False))
 
 
+def _gone_before_it_expired(story: Story) -> None:
+    story.be_brief()
+    story.wait(1000)
+    story.connect("sub", present=False)
+
+
+def _there_when_it_had_expired(story: Story) -> None:
+    story.be_brief()
+    story.wait(3100)
+    story.connect("sub")
+
+
+def _there_when_the_broker_was_back_for_long(story: Story) -> None:
+    story.be_brief()
+    story.die()
+    story.connect("pub")
+    story.wait(2100)
+    story.connect("sub")
+
+
+def _message_later_than_its_expiry(story: Story) -> None:
+    message = story.message(expiry_s=1)
+    story.send(message)
+    story.wait(3000)
+    story.deliver(message)
+
+
+def _retained_after_its_expiry(story: Story) -> None:
+    message = story.message("x", retain=True, expiry_s=1)
+    story.send(message)
+    story.wait(5000)
+    story.note(facts.Retained("client", {"x": message.id}))
+
+
 def _check_found_something(story: Story) -> None:
     story.note(facts.Found(("a row without its index",), ""))
 
@@ -509,6 +653,11 @@ def _broker_down(story: Story) -> None:
         ("retained", _cleared_but_retained),
         ("qos", _higher_qos_than_published),
         ("owner", _old_connection_served),
+        ("session", _gone_before_it_expired),
+        ("expired", _there_when_it_had_expired),
+        ("expired", _there_when_the_broker_was_back_for_long),
+        ("expired", _message_later_than_its_expiry),
+        ("retained", _retained_after_its_expiry),
         ("check", _check_found_something),
         ("check", _generation_minted),
         ("down", _broker_down),

@@ -223,7 +223,7 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "registry: CONNACK does not wait for the will",
         "clean_sessions_with_wills",
-        source(Registry, "_take", "await hub.wills.stored(incarnation)", "pass"),
+        source(Registry, "_settle_wills", "await self.hub.wills.stored(incarnation)", "pass"),
     )
     yield Mutation(
         "registry: a session that nobody was told of stays",
@@ -337,7 +337,10 @@ def _table() -> Iterator[Mutation]:
         "wills: who has come back does not cancel the will that a crash left",
         "wills_after_a_crash",
         source(
-            Registry, "_accept", "hub.wills.returned(client_id, clean=packet.clean_start)", "pass"
+            Registry,
+            "_settle_wills",
+            "await self.hub.wills.returned(packet.client_id, clean=packet.clean_start)",
+            "pass",
         ),
     )
     yield Mutation(

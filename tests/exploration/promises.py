@@ -128,8 +128,8 @@ class Ledger:
         self._order: dict[tuple[bytes, bytes, int], int] = {}
         self._wills: set[bytes] = set()
         self.sessions: list[Session] = []
-        self.orphans: dict[bytes, bool] = {}
-        """Wills of connections that died with the broker -> whether they are to be published."""
+        self.orphans: dict[bytes, set[int]] = {}
+        """Wills of connections that died with the broker -> how often they may be published."""
 
     def broken(self, what: str) -> None:
         self.violations.append(what)
@@ -569,8 +569,8 @@ class Ledger:
                 self.broken(f"P9: the will of {link} was published {times} times")
             if link.session is not None and (link.session.incarnation in stored) != (ended is None):
                 self.broken(f"P9: the will of {link} is stored although it ended, or is not")
-        for payload, due in self.orphans.items():
-            if self._published.get(payload, 0) != due:
+        for payload, allowed in self.orphans.items():
+            if self._published.get(payload, 0) not in allowed:
                 self.broken("P9: the will of a connection that died with the broker")
         connected = {link.session.incarnation for link in self.world.links if link.session}
         if stored - connected:

@@ -168,8 +168,10 @@ class World:
         self.hub.wills.load((will,))
 
     def recover(self, link: Link) -> None:
-        """The wills of those who have not come back are published."""
-        self.ledger.orphans[b"orphan"] = link.session is None
+        """The wills of those who have not come back are published; of one who is about to be
+        told that it has, perhaps."""
+        told = link.session is not None
+        self.ledger.orphans[b"orphan"] = {0} if told else {0, 1} if link.arrived else {1}
         self.hub.wills.publish_orphans()
 
     def reap(self, link: Link) -> None:
