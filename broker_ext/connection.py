@@ -895,6 +895,7 @@ class Connection(asyncio.Protocol):
         self.hub.connections.discard(self)
         self._parts.clear()
         self.guard.closed()
+        self.session = None  # no ring: what is not needed any more is freed at once
 
 
 def _not_subscribed(topic_filter: bytes, identifier: int, settings: Settings) -> int:

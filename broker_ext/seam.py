@@ -156,7 +156,7 @@ STRING_BYTES_MAX: Final = 65_535
 """Of a string in a packet [MQTT-1.5.3]."""
 REFUSED_LOGGED_MAX: Final = 10
 """Topics that a connection may not publish to and that are logged, once each, in amqtt's words."""
-AT_REST_SHOWN_MAX: Final = 500
+AT_REST_SHOWN_MAX: Final = 100
 """Sessions at rest that ``context.sessions`` goes on showing, about 1 kB each; the stored ones are
 not limited by it. amqtt shows all of them for ever, which costs memory for each."""
 
@@ -441,6 +441,7 @@ class _PluginGuard:
 
     def closed(self) -> None:
         self._turn.over()
+        self._connection = None
 
 
 class _Turn:
