@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from broker_ext.connection import Connection
     from broker_ext.durable import DurableSession
+    from broker_ext.rekeying import Rekeying
     from broker_ext.session import Session
     from broker_ext.settings import Settings
     from storage.api import Opened, Store, Will
@@ -72,6 +73,8 @@ class Hub:
         self.registry = Registry(self)
         self.history = History(self)
         self.sinks = Sinks(self)
+        self.rekeying: Rekeying | None = None
+        """Where the store is sealed."""
         self._timers: list[asyncio.Task[None]] = []
         self._pruned_through = -1
 
@@ -119,6 +122,8 @@ class Hub:
             task.cancel()
         await asyncio.gather(*self._timers, return_exceptions=True)
         self._timers.clear()
+        if self.rekeying is not None:
+            await self.rekeying.stop()
         # first what clients have sent is stored and acknowledged; what they send now is not read,
         # so it is still theirs to send again
         for connection in list(self.connections):

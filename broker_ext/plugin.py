@@ -13,18 +13,22 @@ from amqtt.plugins.base import BasePlugin
 
 from broker_ext.control import Control
 from broker_ext.hub import Hub
+from broker_ext.rekeying import REKEYING, Rekeying
 from broker_ext.seam import Seam
 from broker_ext.settings import Settings
 from broker_ext.sinks.settings import sinks_settings
 from broker_ext.wire import valid_filter
 from storage import open_store
 from storage.clock import SystemClock
+from storage.durable import DurableStore
 from storage.errors import StoreError
+from storage.keyring import looks_like_a_key, read_keys
 
 if TYPE_CHECKING:
     from amqtt.broker import BrokerContext
 
     from broker_ext.history import History
+    from storage.keyring import Keyring
 
 __all__ = ["DurableSessionPlugin"]
 
@@ -115,6 +119,14 @@ class DurableSessionPlugin(BasePlugin[Any]):
         """Seconds after the start in which their clients may come back first."""
         on_generation_change: str = "resume"
         """A session of another database generation: `resume` (replay, unchecked) or `reset`."""
+        seal_key_file: str = ""
+        """File with the keys that messages on disk are sealed with; default: they are not."""
+        seal_key_env: str = ""
+        """Environment variable with the keys, instead of a file."""
+        seal_topics: bool = False
+        """Seal the names of topics, and topic filters, too."""
+        seal_key: Any = None
+        """Never: it is here to be refused."""
 
         sinks: dict[str, Any] = field(default_factory=dict)
         """Webhooks and bridges, by name; see README."""
@@ -133,6 +145,10 @@ class DurableSessionPlugin(BasePlugin[Any]):
             _one_of("on_generation_change", self.on_generation_change, ("resume", "reset"))
             _one_of("on_history_pruned", self.on_history_pruned, ("reset", "skip"))
             sinks_settings(self.sinks)
+            _no_key_in_yaml(self.seal_key, self.seal_key_file, self.seal_key_env)
+            if self.seal_topics and not (self.seal_key_file or self.seal_key_env):
+                msg = "seal_topics needs keys: name them with seal_key_file or seal_key_env"
+                raise ValueError(msg)
             for name in self.history_filters:
                 if not valid_filter(name.encode()):
                     msg = f"history_filters has {name!r}, which is no topic filter [MQTT-4.7.1]"
@@ -190,8 +206,13 @@ class DurableSessionPlugin(BasePlugin[Any]):
                 self._data,
                 durability=config.durability,
                 map_bytes_max=config.map_bytes_max,
+                keyring=self._keys(),
+                seal_topics=config.seal_topics,
             )
             starting = Hub(store, self._settings(), SystemClock())
+            if self._has_keys:
+                assert isinstance(store, DurableStore), "lmdb and sqlite are"
+                starting.rekeying = Rekeying(store, starting.clock, self._some_keys)
             await starting.start()
             hub = starting
             hub.on_reset = self._seam.tell_reset
@@ -206,7 +227,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             self._seam.refuse_to_start(error)
             return
         self.hub = hub
-        self._control = Control(hub, self._data)
+        self._control = Control(hub, self._data, REKEYING)
         self._control.start()
         self._seam.watch_listeners(self.on_broker_pre_shutdown)
 
@@ -228,6 +249,21 @@ class DurableSessionPlugin(BasePlugin[Any]):
     async def close(self) -> None:
         """Called by amqtt at the very end."""
         await self.on_broker_pre_shutdown()
+
+    @property
+    def _has_keys(self) -> bool:
+        return bool(self.config.seal_key_file or self.config.seal_key_env)
+
+    def _keys(self) -> Keyring | None:
+        """Read the keys; None = nothing is sealed. Raises KeysUnusable."""
+        name = self.config.seal_key_file
+        file = Path(name).expanduser() if name else None
+        return read_keys(file=file, variable=self.config.seal_key_env)
+
+    def _some_keys(self) -> Keyring:
+        keyring = self._keys()
+        assert keyring is not None, "it is asked only where there are keys"
+        return keyring
 
     def _settings(self) -> Settings:
         config = self.config
@@ -277,6 +313,24 @@ class DurableSessionPlugin(BasePlugin[Any]):
             data = data.parent
         used = sum(f.stat().st_size for f in data.glob("history.*") if f.is_file())
         return (shutil.disk_usage(data).free + used) // 2
+
+
+def _no_key_in_yaml(key: object, file: str, variable: str) -> None:
+    """Keys are not written into a configuration, which is read, copied and shown by many. What was
+    written there is not repeated here (P13)."""
+    if key is not None or looks_like_a_key(file) or looks_like_a_key(variable):
+        msg = (
+            "a key does not belong into a configuration file: put it into a file of its own that "
+            "others cannot read (`amqtt-durable keygen FILE`) and name that with seal_key_file, or "
+            "name an environment variable with seal_key_env. Make a new key: this one was seen"
+        )
+        raise ValueError(msg)
+    if file and variable:
+        msg = "seal_key_file and seal_key_env are both given; keys come from one place"
+        raise ValueError(msg)
+    if variable and not (variable.isascii() and variable.isidentifier()):
+        msg = "seal_key_env is not the name of an environment variable"
+        raise ValueError(msg)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

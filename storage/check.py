@@ -5,6 +5,9 @@ up, and there are no more rows than were looked up. Sentences name offsets and i
 
 What the store lets its callers do is no violation: a cursor or a delivery ahead of the head (the
 log lost its tail; the session's verdict tells), a held message that no delivery names yet.
+
+Of a sealed database whose keys are not given, what is in sealed rows is not looked at: blocks but
+for their number and size, messages; with sealed topics also topics, filters and subscriptions.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from storage.kv import U64, U64_U64, ReadTxn, Space, get_u64
 from storage.meta import Ends, MetaDamaged, read_ends, read_identity
 from storage.names import filter_hash, key_of, topic_id
 from storage.records import NONE, Record, decode_will
+from storage.sealing import OVERHEAD_BYTES, is_sealed
 from storage.topics import UNKNOWN, is_in, named
 
 if TYPE_CHECKING:
@@ -87,6 +91,11 @@ class _Blocks:
             yield f"entries {self.expected} to {first - 1} are missing"
         self.begin = self.begin or first
         self.expected = first + 1
+        if is_sealed(raw):  # its key was not given: what is in it cannot be seen
+            self.bytes -= OVERHEAD_BYTES
+            self.expected = 0
+            self.is_sound = False
+            return
         try:
             block = Block(first, raw)
         except Damage:
@@ -147,6 +156,8 @@ def _topics(txn: ReadTxn, ends: Ends) -> Iterator[str]:
     names = 0
     for packed_id, topic in txn.scan(Space.TOPIC_NAME):
         names += 1
+        if is_sealed(topic):
+            continue
         number = int.from_bytes(packed_id, "big")
         if number >= ends.next_topic:
             yield f"topic {number} is to be given again"
@@ -228,6 +239,8 @@ class _Walk:
                 yield f"{found} rows of kind {name}, consumers have {self.rows[space]}"
         counted: Counter[bytes] = Counter()
         for key, row in self.txn.scan(Space.FILTER):
+            if is_sealed(row):
+                return
             counted[row[8:]] = int.from_bytes(row[:8], "big")
             if key != self.txn.place(Space.FILTER, key_of(row[8:])):
                 yield "a filter is counted under another name"
@@ -246,6 +259,9 @@ class _Walk:
                 yield "an inbound packet id cannot be"
 
     def _subscriptions(self, record: Record) -> Iterator[str]:
+        rows = rows_of(self.txn, Space.SUBSCRIPTION, record.id)
+        if any(is_sealed(raw) for _, raw in rows):
+            return
         subs = subscriptions_of(self.txn, record.id)
         self.filters.update(sub.filter for sub in subs if sub.qos > 0)
         durable = [sub for sub in subs if needs(sub)]
@@ -262,7 +278,7 @@ class _Walk:
     def _deliveries(self, record: Record) -> Iterator[str]:
         claims = claims_of(self.txn, record.id)
         held = {
-            int.from_bytes(number, "big"): decode_message(raw)
+            int.from_bytes(number, "big"): is_sealed(raw) or decode_message(raw)
             for number, raw in rows_of(self.txn, Space.HELD, record.id)
         }
         if any(number >= record.next_held for number in held):
@@ -319,6 +335,8 @@ class _Walk:
 
 def _retained(txn: ReadTxn) -> Iterator[str]:
     for row, (key, raw) in enumerate(txn.scan(Space.RETAINED)):
+        if is_sealed(raw):
+            continue
         try:
             message = decode_message(raw)
         except Damage:
@@ -332,6 +350,8 @@ def _retained(txn: ReadTxn) -> Iterator[str]:
 
 def _wills(txn: ReadTxn) -> Iterator[str]:
     for row, (incarnation, raw) in enumerate(txn.scan(Space.WILL)):
+        if is_sealed(raw):
+            continue
         try:
             decode_will(incarnation, raw)
         except RecordDamaged:

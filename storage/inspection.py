@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -34,12 +35,25 @@ from storage.meta import FORMAT, MetaDamaged, read_ends, read_format, read_ident
 from storage.records import Record, decode_claim
 from storage.repair import Repaired, rebuild
 from storage.retention import low_water
+from storage.sealing import (
+    SEALED_NAMES,
+    SEALED_ROWS,
+    guarded,
+    is_sealed,
+    key_ids,
+    put_seal_rows,
+    seal_rows,
+    unlock,
+)
+from storage.transfer import opened_with
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from storage.files import Kind
+    from storage.keyring import Keyring
     from storage.kv import Database, ReadTxn
+    from storage.sealing import Seals
 
 __all__ = ["Figures", "Inspection", "figures", "inspect", "repair"]
 
@@ -139,6 +153,8 @@ class Inspection:
 
     mints: why the next opening will mint a generation, "" = it will not.
     is_readable: False = the file cannot be opened, or not read to its end.
+    key_ids: of the keys it is sealed with. unseen: sealed rows that were not looked into, because
+        their keys were not given.
     """
 
     path: str
@@ -147,16 +163,20 @@ class Inspection:
     figures: Figures | None = None
     mints: str = ""
     is_readable: bool = True
+    key_ids: list[str] = field(default_factory=list)
+    unseen: int = 0
 
 
-def inspect(data: Path) -> Inspection:
+def inspect(data: Path, keyring: Keyring | None = None) -> Inspection:
     """Walk every invariant. Changes nothing.
 
-    Raises StoreLocked when a broker has it, StoreUnusable when nothing is there, StoreTooNew.
+    keyring: of a sealed database; without it, what is in sealed rows is not looked at.
+    Raises StoreLocked when a broker has it, StoreUnusable when nothing is there, StoreTooNew,
+    SealKeyMissing, SealKeyWrong.
     """
     kind = _kind(data)
     with locked(data):
-        return _inspect(data, kind)
+        return _inspect(data, kind, keyring)
 
 
 def _kind(data: Path) -> Kind:
@@ -166,7 +186,7 @@ def _kind(data: Path) -> Kind:
     return kind
 
 
-def _inspect(data: Path, kind: Kind) -> Inspection:
+def _inspect(data: Path, kind: Kind, keyring: Keyring | None) -> Inspection:
     file = database_file(data, kind)
     found = Inspection(str(data), kind)
     try:
@@ -176,11 +196,24 @@ def _inspect(data: Path, kind: Kind) -> Inspection:
         found.is_readable = False
         return found
     try:
-        _walk(database, data, found)
+        with suppress(Exception):  # a damaged file raises what it likes; the walk tells
+            found.key_ids = database.read(key_ids)
+        _walk(_seen(database, data, keyring), data, found)
         found.mints = _mints(database, data, kind)
     finally:
         database.close()
     return found
+
+
+def _seen(database: Database, data: Path, keyring: Keyring | None) -> Database:
+    """The database as it is read with the keys. Raises SealKeyMissing, SealKeyWrong."""
+    if keyring is None:
+        return database
+    try:
+        identity = database.read(read_identity)
+    except (MetaDamaged, StoreError):
+        return database  # it cannot be told what was sealed; a violation says so
+    return opened_with(keyring, database, identity, data)
 
 
 def _walk(database: Database, data: Path, found: Inspection) -> None:
@@ -199,9 +232,16 @@ def _walk(database: Database, data: Path, found: Inspection) -> None:
         return
     try:
         found.figures = database.read(figures)
+        if found.key_ids:
+            found.unseen = database.read(_unseen)
         found.figures.file_bytes = database_file(data, _literal(found.kind)).stat().st_size
     except MetaDamaged:
         found.figures = None  # a violation says so already
+
+
+def _unseen(txn: ReadTxn) -> int:
+    spaces = SEALED_ROWS | SEALED_NAMES
+    return sum(is_sealed(raw) for space in spaces for _, raw in txn.scan(space))
 
 
 def _literal(kind: str) -> Kind:
@@ -231,7 +271,9 @@ def _mints(database: Database, data: Path, kind: Kind) -> str:
 # --------------------------------------------------------------------------------- repair
 
 
-def repair(data: Path, *, keep_in: Path) -> tuple[Inspection, Repaired | None, Path | None]:
+def repair(
+    data: Path, *, keep_in: Path, keyring: Keyring | None = None
+) -> tuple[Inspection, Repaired | None, Path | None]:
     """Check, and repair what is found; see storage.repair for what becomes of it.
 
     What was found, what was done (None = it was sound) and where the damaged files are. The
@@ -241,19 +283,24 @@ def repair(data: Path, *, keep_in: Path) -> tuple[Inspection, Repaired | None, P
     kind = _kind(data)
     data = data.resolve()
     with locked(data):
-        found = _inspect(data, kind)
+        found = _inspect(data, kind, keyring)
         if not found.violations:
             return found, None, None
+        if found.key_ids and keyring is None:
+            reason = (
+                "it is sealed: a repair needs its keys, to tell what is damaged from what is not"
+            )
+            raise StoreUnusable(str(data), reason)
         remove_incoming(data)
         try:
-            done, kept = _repair(data, kind, found, keep_in)
+            done, kept = _repair(data, kind, found, keep_in, keyring)
         finally:
             remove_incoming(data)
         return found, done, kept
 
 
 def _repair(
-    data: Path, kind: Kind, found: Inspection, keep_in: Path
+    data: Path, kind: Kind, found: Inspection, keep_in: Path, keyring: Keyring | None
 ) -> tuple[Repaired, Path | None]:
     file = database_file(data, kind)
     sidecar, _ = _sidecar(data, kind)
@@ -265,8 +312,7 @@ def _repair(
     try:
         target = open_database(incoming, kind, create=True)
         try:
-            done = rebuild(source, target, sidecar)
-            left = target.read(check)
+            done, left = _rebuilt(source, target, sidecar, data, keyring)
         finally:
             target.close()
     finally:
@@ -283,6 +329,38 @@ def _repair(
     if kept is not None and old:
         _write_report(kept / REPORT, found, done)
     return done, kept
+
+
+def _rebuilt(
+    source: Database | None,
+    target: Database,
+    sidecar: Sidecar | None,
+    data: Path,
+    keyring: Keyring | None,
+) -> tuple[Repaired, list[str]]:
+    """Rebuild, through the seals of a sealed database; what was done, and what is wrong still."""
+    if source is not None and keyring is not None:
+        seals = _seals(source, sidecar, data, keyring)
+        if seals is not None:
+            rows = source.read(seal_rows)
+            target.write(lambda txn: put_seal_rows(txn, rows))
+            source, target = guarded(source, seals), guarded(target, seals)
+    return rebuild(source, target, sidecar), target.read(check)
+
+
+def _seals(source: Database, sidecar: Sidecar | None, data: Path, keyring: Keyring) -> Seals | None:
+    """Raises StoreCorrupt, SealKeyMissing, SealKeyWrong."""
+    try:
+        db_id = source.read(read_identity).db_id
+    except MetaDamaged:
+        if sidecar is None:
+            reason = "neither its identity nor its sidecar can be read: its rows cannot be opened"
+            raise StoreCorrupt(str(data), reason) from None
+        db_id = sidecar.db_id
+    try:
+        return unlock(source, db_id, keyring, path=str(data), is_readonly=True)
+    except MetaDamaged as error:
+        raise StoreCorrupt(str(data), f"{error}: restore a backup") from error
 
 
 def _write_report(path: Path, found: Inspection, done: Repaired) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from storage.kv import Database, ReadTxn, WriteTxn
     from storage.sealing import Seals
 
-__all__ = ["STEP_BYTES", "STEP_ROWS", "Resealing", "following", "reseal"]
+__all__ = ["STEP_BYTES", "STEP_ROWS", "Resealed", "Resealing", "finish", "following", "reseal"]
 
 STEP_BYTES: Final = 1 << 20
 STEP_ROWS: Final = 500
@@ -66,6 +66,12 @@ def reseal(database: Database, seals: Seals) -> tuple[Resealing, Seals]:
     return database.write(lambda txn: _Step(txn, seals).run())
 
 
+def finish(txn: WriteTxn, seals: Seals) -> Seals:
+    """Every row was looked at: what is to be sealed with from now on."""
+    txn.delete(Space.META, _REKEY_ROW)
+    return seals.finished(txn)
+
+
 def following(space: Space, key: bytes) -> bytes:
     """The lowest key after ``key``; keys of the history are numbers."""
     if not key:
@@ -99,8 +105,7 @@ class _Step:
         if later:
             self._save(_Position(later[0], b""))
             return self._told(space, through), self.seals
-        self.txn.delete(Space.META, _REKEY_ROW)
-        done = self.seals.finished(self.txn)
+        done = finish(self.txn, self.seals)
         return self._told(space, through, done), done
 
     def _told(self, space: Space, through: float, done: Seals | None = None) -> Resealing:
@@ -141,20 +146,41 @@ class _Step:
         return rows, True
 
     def _write(self, space: Space, key: bytes, raw: bytes) -> None:
-        seals = self.seals
-        value: bytes | None = raw
-        if space in seals.sealed:
-            value = seals.try_open(space, key, raw)
-        if value is None:
+        row = _resealed(self.seals, space, key, raw)
+        if row is None:
             self.unreadable += 1
             return
-        placed = seals.place(space, key)
-        if placed != key:
+        if row[0] != key:
             self.txn.delete(space, key)
-        if space in seals.sealed:
-            value = seals.seal(space, placed, value)
-        self.txn.put(space, placed, value)
+        self.txn.put(space, *row)
         self.written += 1
+
+
+class Resealed:
+    """What becomes of each row of a database that is copied. written, unreadable: so far."""
+
+    def __init__(self, seals: Seals) -> None:
+        self._seals = seals
+        self.written = self.unreadable = 0
+
+    def __call__(self, space: Space, key: bytes, raw: bytes) -> tuple[bytes, bytes]:
+        if not self._seals.needs(space, key, raw):
+            return key, raw
+        row = _resealed(self._seals, space, key, raw)
+        if row is None:
+            self.unreadable += 1
+            return key, raw
+        self.written += 1
+        return row
+
+
+def _resealed(seals: Seals, space: Space, key: bytes, raw: bytes) -> tuple[bytes, bytes] | None:
+    """A row as it would be written now; None if it does not open."""
+    placed = seals.place(space, key)
+    if space not in seals.sealed:
+        return placed, raw
+    value = seals.try_open(space, key, raw)
+    return None if value is None else (placed, seals.seal(space, placed, value))
 
 
 def _through(txn: ReadTxn, space: Space, key: bytes) -> float:

@@ -209,7 +209,7 @@ class _Rebuild:
             found[key[8:]] = max(found.get(key[8:], 0), int.from_bytes(key[:8], "big"))
         most = self.old.head if self.old else max(found.values(), default=0)
         for packed_id, mark in found.items():
-            self._mark(self.names.get(packed_id), min(mark, most))
+            self._mark(self.names.get(packed_id) or None, min(mark, most))
         if any(gap.space in {Space.MARK, Space.TOPIC_NAME} for gap in self.source.gaps):
             self._mark(None, self.old.floor if self.old else most)
 

@@ -85,6 +85,8 @@ __all__ = [
     "guarded",
     "is_sealed",
     "key_ids",
+    "put_seal_rows",
+    "seal_rows",
     "unlock",
 ]
 
@@ -367,6 +369,19 @@ def _broken(space: Space, raw: bytes) -> bytes:
 
 def _put_meta(txn: WriteTxn, key: bytes, sealed: bytes) -> None:
     txn.put(Space.META, key, sealed + _CRC.pack(crc32(sealed, crc32(key))))
+
+
+def seal_rows(txn: ReadTxn) -> list[tuple[bytes, bytes]]:
+    """The rows of META about keys, for a database that takes the place of this one."""
+    rows = list(txn.scan(Space.META, _KEY_ROW, _KEY_ROWS_END))
+    state = txn.get(Space.META, _SEAL_ROW)
+    return rows if state is None else [*rows, (_SEAL_ROW, state)]
+
+
+def put_seal_rows(txn: WriteTxn, rows: list[tuple[bytes, bytes]]) -> None:
+    """Put what ``seal_rows`` gave."""
+    for key, raw in rows:
+        txn.put(Space.META, key, raw)
 
 
 def _meta(key: bytes, raw: bytes) -> bytes:

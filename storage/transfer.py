@@ -24,6 +24,8 @@ import shutil
 import sqlite3
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import starmap
 from threading import Thread
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -45,28 +47,36 @@ from storage.files import (
     ours,
     put_in_place,
     remove_incoming,
+    sidecar_file,
     sync_file,
 )
-from storage.identity import mint, sync_directory
+from storage.identity import Sidecar, changed, mint, place_of, sync_directory
 from storage.kv import U64, Space
 from storage.meta import FORMAT, MetaDamaged, read_ends, read_format, read_identity
+from storage.rekey import Resealed, finish
+from storage.sealing import guarded, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
     from storage.files import Kind
+    from storage.keyring import Keyring
     from storage.kv import Database, ReadTxn, WriteTxn
     from storage.meta import Ends, Identity
+    from storage.sealing import Seals
 
 __all__ = [
     "MANIFEST",
     "Manifest",
     "Migrated",
     "Progress",
+    "Rekeyed",
     "Restored",
     "back_up",
     "migrate",
+    "opened_with",
+    "rekey",
     "restore",
 ]
 
@@ -80,6 +90,9 @@ COPY_ROWS: Final = 20_000
 _PAGES: Final = 2048
 """Pages of SQLite (8 KiB) copied with one call."""
 
+
+Change: TypeAlias = Callable[[Space, bytes, bytes], tuple[bytes, bytes]]
+"""(space, key, value) -> what is written for that row."""
 
 Progress: TypeAlias = Callable[[str, int, int], None]
 """Is told how far an operation is: the step, and bytes, about, of how many."""
@@ -145,9 +158,12 @@ def back_up(
     *,
     now_ms: int,
     is_checked: bool = True,
+    keyring: Keyring | None = None,
     progress: Progress = _silent,
 ) -> tuple[Manifest, list[str]]:
     """Copy the database in ``data``, also while a broker serves it: one state of it, as committed.
+
+    keyring: of a sealed database, so that check sees what is in it; copied is what is on disk.
 
     The broker is another process (LMDB opens a file once in each), and goes on; only what it frees
     meanwhile is not used again until the copy is done, so its files grow by what it writes in that
@@ -164,7 +180,7 @@ def back_up(
         target.parent.mkdir(parents=True, exist_ok=True)
         building.mkdir(mode=0o750)
         try:
-            found = _build(data, kind, building, now_ms, progress, is_checked=is_checked)
+            found = _build(data, kind, building, now_ms, progress, keyring, is_checked=is_checked)
             building.rename(target)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
@@ -193,6 +209,7 @@ def _build(
     building: Path,
     now_ms: int,
     progress: Progress,
+    keyring: Keyring | None,
     *,
     is_checked: bool,
 ) -> tuple[Manifest, list[str]]:
@@ -204,7 +221,7 @@ def _build(
         identity, ends = _told(database, data)
         if is_checked:
             progress("check", 0, 1)
-            violations = database.read(check)
+            violations = opened_with(keyring, database, identity, data).read(check)
             progress("check", 1, 1)
     finally:
         database.close()
@@ -430,9 +447,12 @@ def migrate(
     target: Kind,
     to_data: Path | None = None,
     keep_in: Path,
+    keyring: Keyring | None = None,
     progress: Progress = _silent,
 ) -> Migrated:
     """Move everything to the other backend: every row of every space, byte by byte.
+
+    keyring: as for ``back_up``.
 
     The new database is built under another name, compared with the old one row by row and checked,
     then put in place in a new generation; the old one is kept in ``keep_in``, or where it is when
@@ -448,11 +468,11 @@ def migrate(
         goal = goal.resolve()
         with locked(data):
             if goal == data:
-                return _migrate(data, source, goal, target, keep_in, progress)
+                return _migrate(data, source, goal, target, keep_in, keyring, progress)
             with locked(goal):
                 if ours(goal):
                     raise StoreUnusable(str(goal), "it holds a database: name another directory")
-                return _migrate(data, source, goal, target, None, progress)
+                return _migrate(data, source, goal, target, None, keyring, progress)
     except OSError as error:
         raise _of_the_system(error) from error
 
@@ -463,6 +483,7 @@ def _migrate(
     goal: Path,
     target: Kind,
     keep_in: Path | None,
+    keyring: Keyring | None,
     progress: Progress,
 ) -> Migrated:
     remove_incoming(goal)
@@ -478,7 +499,7 @@ def _migrate(
             progress("copy", total, total)
             _must_be_the_same(old, new, copied.bytes, data, progress)
             progress("check", 0, 1)
-            if violations := new.read(check):
+            if violations := opened_with(keyring, new, identity, data).read(check):
                 reason = (
                     f"it is damaged ({len(violations)} findings, the first: {violations[0]});"
                     " run `amqtt-durable check --repair` first. Nothing was changed"
@@ -500,11 +521,15 @@ def _migrate(
 
 
 class _Copied:
-    """Copies all spaces in bounded transactions. bytes: of keys and values, so far."""
+    """Copies all spaces in bounded transactions. bytes: of keys and values, so far.
 
-    def __init__(self, total: int, progress: Progress) -> None:
+    change: what becomes of a row on its way.
+    """
+
+    def __init__(self, total: int, progress: Progress, change: Change | None = None) -> None:
         self._total = total
         self._progress = progress
+        self._change = change
         self.bytes = 0
 
     def all(self, old: ReadTxn, new: Database) -> int:
@@ -512,6 +537,8 @@ class _Copied:
         count = 0
         for space in Space:
             rows = old.scan(space)
+            if self._change is not None:
+                rows = starmap(partial(self._change, space), rows)
             while piece := self._piece(rows):
                 new.write(lambda txn, space=space, piece=piece: _put(txn, space, piece))  # type: ignore[misc]
                 count += len(piece)
@@ -528,6 +555,113 @@ class _Copied:
                 break
         self.bytes += size
         return piece
+
+
+# ---------------------------------------------------------------------------------- sealing
+
+
+def opened_with(
+    keyring: Keyring | None, database: Database, identity: Identity, data: Path
+) -> Database:
+    """A database as it is read with keys; without keys, as it is on disk.
+
+    Raises SealKeyMissing, SealKeyWrong, StoreCorrupt.
+    """
+    if keyring is None:
+        return database
+    try:
+        seals = unlock(database, identity.db_id, keyring, path=str(data), is_readonly=True)
+    except MetaDamaged as error:
+        raise StoreCorrupt(str(data), f"the database cannot be told: {error}") from error
+    return guarded(database, seals)
+
+
+@dataclass(frozen=True, slots=True)
+class Rekeyed:
+    """What rekey did. rows: in the new file. unreadable: of those, damaged, as they were before.
+    key_id: the one that is needed now."""
+
+    kind: str
+    rows: int
+    written: int
+    unreadable: int
+    key_id: str
+
+
+def rekey(
+    data: Path, keyring: Keyring, *, seal_topics: bool = False, progress: Progress = _silent
+) -> Rekeyed:
+    """Seal everything in a database that nobody serves with the current key, in a new file.
+
+    The new file takes the place of the old one, which is deleted: nothing of what was there in
+    clear, or sealed otherwise, is in free space of the new one. The generation stays. A crash
+    leaves the old one, or the new one, whole.
+    Raises SealKeyMissing, SealKeyWrong, StoreLocked, StoreUnusable, StoreCorrupt, StoreUnavailable.
+    """
+    kind = kind_in(data) if data.is_dir() else None
+    if kind is None:
+        raise StoreUnusable(str(data), "there is no database in it")
+    try:
+        data = data.resolve()
+        with locked(data):
+            remove_incoming(data)
+            try:
+                return _rekey(data, kind, keyring, progress, seal_topics=seal_topics)
+            finally:
+                remove_incoming(data)
+    except OSError as error:
+        raise _of_the_system(error) from error
+
+
+def _rekey(
+    data: Path, kind: Kind, keyring: Keyring, progress: Progress, *, seal_topics: bool
+) -> Rekeyed:
+    incoming = data / f"{FILES[kind]}{INCOMING}"
+    old = open_database(database_file(data, kind), kind)
+    try:
+        identity, ends = _told(old, data)
+        is_other = _mints(data, kind, identity, ends)
+        seals = _unlocked(old, identity, keyring, data, seal_topics=seal_topics)
+        change = Resealed(seals)
+        total = database_file(data, kind).stat().st_size
+        new = open_database(incoming, kind, create=True)
+        try:
+            copied = _Copied(total, progress, change)
+            rows = old.read(lambda txn: copied.all(txn, new))
+            done = new.write(lambda txn: finish(txn, seals))
+            progress("copy", total, total)
+            left = len(guarded(new, done).read(check)) - len(guarded(old, seals).read(check))
+        finally:
+            new.close()
+    finally:
+        old.close()
+    if left > 0:
+        raise StoreCorrupt(str(data), f"the copy has {left} violations more: nothing was changed")
+    keeps = None if is_other else identity  # what mints a generation mints it still
+    put_in_place(incoming, kind, keep_in=None, identity=keeps, head=ends.head)
+    if is_other:
+        sidecar_file(data, kind).unlink(missing_ok=True)
+    return Rekeyed(kind, rows, change.written, change.unreadable, done.current.id)
+
+
+def _unlocked(
+    database: Database, identity: Identity, keyring: Keyring, data: Path, *, seal_topics: bool
+) -> Seals:
+    try:
+        seals = unlock(database, identity.db_id, keyring, path=str(data), seal_topics=seal_topics)
+    except MetaDamaged as error:
+        raise StoreCorrupt(str(data), f"the database cannot be told: {error}") from error
+    assert seals is not None, "there are keys"
+    return seals
+
+
+def _mints(data: Path, kind: Kind, identity: Identity, ends: Ends) -> bool:
+    """Whether the next opening would mint a generation."""
+    try:
+        sidecar = Sidecar.read(sidecar_file(data, kind))
+    except (ValueError, OSError):
+        return True
+    return changed(identity, ends.head, sidecar, place_of(database_file(data, kind))) != ""
 
 
 def _put(txn: WriteTxn, space: Space, rows: list[tuple[bytes, bytes]]) -> None:

@@ -1,6 +1,6 @@
 """The command line `amqtt-durable`: `serve` runs a durable broker, `demo` shows what it is for.
 
-`backup`, `restore`, `migrate` and `check` are what an operator does to a data directory;
+`backup`, `restore`, `migrate`, `check` and `rekey` are what an operator does to a data directory;
 `sessions` and `kick` ask the broker that serves it.
 
 Each command is declared here and imports what it needs when it runs: `serve` must listen soon,
@@ -81,6 +81,13 @@ def serve(
         Durability | None,
         typer.Option(help="What a commit waits for: the disk (fsync) or the system (os)."),
     ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(help="Seal messages on disk with the keys in this file (see `keygen`)."),
+    ] = None,
+    seal_topics: Annotated[
+        bool, typer.Option("--seal-topics", help="Seal the names of topics, too.")
+    ] = False,
     config: Annotated[
         Path | None,
         typer.Option(help="An amqtt YAML file; the options above override it."),
@@ -105,6 +112,8 @@ def serve(
             bind=serving.parse_bind(bind) if bind is not None else None,
             store=store.value if store else None,
             durability=durability.value if durability else None,
+            key_file=key_file,
+            seal_topics=seal_topics,
         )
         running.run(wanted)
     except CannotServe as exc:
@@ -160,6 +169,15 @@ DataOption = Annotated[
     typer.Option("--data", help="Data directory.  [default: ./amqtt-durable-data]"),
 ]
 
+KeyFileOption = Annotated[
+    Path | None,
+    typer.Option(help="Keys of a sealed store, in a file (see `keygen`).", show_default=False),
+]
+KeyEnvOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Its keys, in an environment variable.", show_default=False),
+]
+
 
 @app.command()
 def backup(
@@ -168,6 +186,8 @@ def backup(
     check_copy: Annotated[
         bool, typer.Option("--check/--no-check", help="Check the copy before it is reported.")
     ] = True,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
 ) -> None:
     """Copy the store to DIR, also while a broker serves it.
 
@@ -176,7 +196,8 @@ def backup(
     with _told():
         from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
 
-        if not operations.backup(target, _data(data), is_checked=check_copy):
+        keys = operations.Keys(key_file, key_env)
+        if not operations.backup(target, _data(data), keys, is_checked=check_copy):
             raise typer.Exit(1)
 
 
@@ -205,6 +226,8 @@ def migrate(
         Path | None,
         typer.Option(help="Put the new store there, and leave the old one.", show_default=False),
     ] = None,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
 ) -> None:
     """Move the store to the other backend, compared and checked. Not while a broker runs.
 
@@ -213,7 +236,8 @@ def migrate(
     with _told():
         from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
 
-        operations.migrate(source.value, target.value, _data(data), to_data)
+        keys = operations.Keys(key_file, key_env)
+        operations.migrate(source.value, target.value, _data(data), to_data, keys)
 
 
 @app.command()
@@ -224,6 +248,8 @@ def check(
         typer.Option("--repair", help="Set aside what is damaged, and say who will be reset."),
     ] = False,
     as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
 ) -> None:
     """Walk every invariant of a store that no broker serves, and print its figures.
 
@@ -232,8 +258,51 @@ def check(
     with _told():
         from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
 
-        if not operations.check(_data(data), is_repaired=repair, as_json=as_json):
+        keys = operations.Keys(key_file, key_env)
+        if not operations.check(_data(data), keys, is_repaired=repair, as_json=as_json):
             raise typer.Exit(1)
+
+
+@app.command()
+def keygen(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Key file, made if it is missing.")],
+    key_id: Annotated[
+        str | None,
+        typer.Option("--id", help="Id of the key, no secret.  [default: the time]"),
+    ] = None,
+) -> None:
+    """Make a key and put it first in FILE: what is stored from then on is sealed with it.
+
+    Keys that are in FILE stay: they are needed until `rekey` is done. Only its owner can read it.
+    """
+    with _told():
+        from broker_ext.cli import sealing  # noqa: PLC0415 - not for `--help`
+
+        typer.echo(f"key {sealing.keygen(file, key_id)} is the first one in {file}")
+
+
+@app.command()
+def rekey(
+    data: DataOption = None,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
+    seal_topics: Annotated[
+        bool, typer.Option("--seal-topics", help="Seal the names of topics, too, from now on.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Seal everything in the store with the first of its keys, also while a broker runs.
+
+    A running broker reads its keys again from where its configuration has them. Without a broker,
+    name them with --key-file or --key-env; the store is then written anew. When it is done, no
+    other key is needed any more.
+    """
+    with _told():
+        from broker_ext.cli import sealing  # noqa: PLC0415 - not for `--help`
+        from broker_ext.cli.operations import Keys  # noqa: PLC0415
+
+        done = sealing.rekey(_data(data), Keys(key_file, key_env), seal_topics=seal_topics)
+        sealing.tell(done, as_json=as_json)
 
 
 UnmaskOption = Annotated[

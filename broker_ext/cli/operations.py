@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
@@ -20,6 +20,7 @@ from broker_ext.cli.errors import CannotOperate
 from storage.errors import StoreError, StoreLocked
 from storage.inspection import inspect
 from storage.inspection import repair as repair_directory
+from storage.keyring import read_keys
 from storage.transfer import back_up
 from storage.transfer import migrate as migrate_directory
 from storage.transfer import restore as restore_backup
@@ -30,9 +31,32 @@ if TYPE_CHECKING:
 
     from storage.files import Kind
     from storage.inspection import Figures, Inspection
+    from storage.keyring import Keyring
     from storage.repair import Repaired, Reset
 
-__all__ = ["backup", "check", "migrate", "restore"]
+__all__ = [
+    "Keys",
+    "as_one_line",
+    "backup",
+    "check",
+    "migrate",
+    "progress_on_stderr",
+    "restore",
+]
+
+
+class Keys(NamedTuple):
+    """Where the keys of a sealed store are, if they are anywhere."""
+
+    file: Path | None = None
+    variable: str | None = None
+
+    def read(self) -> Keyring | None:
+        """Raises KeysUnusable."""
+        if self.file is not None and self.variable:
+            raise CannotOperate("--key-file and --key-env are both given; keys come from one place")
+        return read_keys(file=self.file, variable=self.variable or "")
+
 
 LINES_MAX = 100
 """Sentences of one kind printed; --json has all of them."""
@@ -41,14 +65,15 @@ STOP_IT = "stop the broker first"
 CHECK_A_BACKUP = "stop the broker first, or take a backup of it and check that"
 
 
-def backup(target: Path, data: Path, *, is_checked: bool) -> bool:
+def backup(target: Path, data: Path, keys: Keys, *, is_checked: bool) -> bool:
     """Copy the store in ``data`` to ``target``; whether the copy is sound."""
-    with _one_line(), _progress() as progress:
+    with as_one_line(), progress_on_stderr() as progress:
         manifest, violations = back_up(
             data,
             target,
             now_ms=int(time.time() * 1000),
             is_checked=is_checked,
+            keyring=keys.read(),
             progress=progress,
         )
     checked = "not checked" if not is_checked else "sound" if not violations else "damaged"
@@ -65,7 +90,7 @@ def backup(target: Path, data: Path, *, is_checked: bool) -> bool:
 
 def restore(source: Path, data: Path, *, is_forced: bool) -> None:
     """Put a backup in place."""
-    with _one_line(STOP_IT), _progress() as progress:
+    with as_one_line(STOP_IT), progress_on_stderr() as progress:
         keep_in = _aside(data, "replaced") if is_forced else None
         done = restore_backup(source, data, keep_in=keep_in, progress=progress)
     typer.echo(
@@ -81,17 +106,18 @@ def restore(source: Path, data: Path, *, is_forced: bool) -> None:
     )
 
 
-def migrate(source: Kind, target: Kind, data: Path, to_data: Path | None) -> None:
+def migrate(source: Kind, target: Kind, data: Path, to_data: Path | None, keys: Keys) -> None:
     """Move a store to the other backend."""
     if source == target:
         raise CannotOperate(f"it is a {source} store already: --from and --to must differ")
-    with _one_line(STOP_IT), _progress() as progress:
+    with as_one_line(STOP_IT), progress_on_stderr() as progress:
         done = migrate_directory(
             data,
             source=source,
             target=target,
             to_data=to_data,
             keep_in=_aside(data, "replaced"),
+            keyring=keys.read(),
             progress=progress,
         )
     typer.echo(
@@ -106,15 +132,17 @@ def migrate(source: Kind, target: Kind, data: Path, to_data: Path | None) -> Non
     typer.echo(f"configure `store: {target}` before the next start")
 
 
-def check(data: Path, *, is_repaired: bool, as_json: bool) -> bool:
+def check(data: Path, keys: Keys, *, is_repaired: bool, as_json: bool) -> bool:
     """Walk every invariant, repair if asked; whether it is sound now."""
     done: Repaired | None = None
     kept: Path | None = None
-    with _one_line(STOP_IT if is_repaired else CHECK_A_BACKUP):
+    with as_one_line(STOP_IT if is_repaired else CHECK_A_BACKUP):
         if is_repaired:
-            found, done, kept = repair_directory(data, keep_in=_aside(data, "damaged"))
+            found, done, kept = repair_directory(
+                data, keep_in=_aside(data, "damaged"), keyring=keys.read()
+            )
         else:
-            found = inspect(data)
+            found = inspect(data, keys.read())
     if as_json:
         typer.echo(json.dumps(_fields(found, done, kept), indent=1))
     else:
@@ -137,6 +165,12 @@ def _tell_findings(found: Inspection) -> None:
     if found.figures is not None:
         for name, value in _figures(found.figures):
             typer.echo(f"  {name:<22} {value}")
+    if found.key_ids:
+        typer.echo(f"sealed with: {', '.join(found.key_ids)}")
+    if found.unseen:
+        typer.echo(
+            f"{found.unseen} sealed rows were not looked into: give their keys with --key-file"
+        )
     if found.mints:
         typer.echo(f"the next start will mint a new generation: {found.mints}")
 
@@ -247,7 +281,7 @@ def _aside(data: Path, why: str) -> Path:
 
 
 @contextlib.contextmanager
-def _one_line(if_locked: str = "") -> Iterator[None]:
+def as_one_line(if_locked: str = "") -> Iterator[None]:
     """Turn what the store refuses into one line. Raises CannotOperate."""
     try:
         yield
@@ -260,7 +294,7 @@ def _one_line(if_locked: str = "") -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int, int], None]]:
+def progress_on_stderr() -> Iterator[Callable[[str, int, int], None]]:
     """Show progress on stderr: a bar on a terminal, else plain lines."""
     if sys.stderr.isatty():
         with _bar() as tell:

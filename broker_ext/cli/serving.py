@@ -136,6 +136,8 @@ def serving_config(
     bind: Bind | None = None,
     store: str | None = None,
     durability: str | None = None,
+    key_file: Path | None = None,
+    seal_topics: bool = False,
 ) -> dict[str, Any]:
     """Put a file's configuration and the options together: what amqtt's Broker is given.
 
@@ -151,6 +153,11 @@ def serving_config(
     if data is not None or "data" not in ours:
         ours["data"] = str((data or DEFAULT_DATA).absolute())
     ours |= {key: word for key, word in (("store", store), ("durability", durability)) if word}
+    if key_file is not None:
+        ours["seal_key_file"] = str(key_file.absolute())
+        ours.pop("seal_key_env", None)
+    if seal_topics:
+        ours["seal_topics"] = True
     if not any(map(_is_authentication, plugins)):
         _require_loopback(listeners)
         plugins = {ANONYMOUS: {"allow_anonymous": True}} | plugins
