@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from storage.durable import DurableStore
     from storage.keyring import Keyring
 
-__all__ = ["REKEYING", "Rekeying", "rekey", "rekey_progress"]
+__all__ = ["REKEYING", "Progress", "Rekeying", "rekey", "rekey_progress"]
 
 log = logging.getLogger("amqtt_durable.rekey")
 

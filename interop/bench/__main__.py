@@ -42,6 +42,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--scenarios", default="", help="comma list: scenarios whose name has one of these words"
     )
+    parser.add_argument(
+        "--sealed", action="store_true", help="each of ours once more, with payloads sealed"
+    )
     parser.add_argument("--json", type=Path, help="write every single figure to this file")
     parser.add_argument("--repeat", type=int, default=_REPEAT, help="medians of so many  [3]")
     parser.add_argument("--quick", action="store_true", help="once; resume with less history")
@@ -70,7 +73,9 @@ def _brokers(arguments: argparse.Namespace) -> tuple[list[str], Any]:
     only = _words(arguments.only)
     kinds = [
         kind
-        for kind in brokers.installed(arguments.stores, arguments.mosquitto_sqlite)
+        for kind in brokers.installed(
+            arguments.stores, arguments.mosquitto_sqlite, sealed=arguments.sealed
+        )
         if is_chosen(kind.name, only)
     ]
     runs = compare(kinds, sizes, arguments.repeat, _words(arguments.scenarios))

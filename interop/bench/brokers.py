@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from interop.bench.client import HOST, Link, Lost
+from storage.keyring import add_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -55,6 +56,7 @@ class Kind:
     store: str = ""
     settings: str = ""
     slow: bool = False
+    sealed: bool = False
 
     def command(self, directory: Path, port: int, options: dict[str, Any]) -> Sequence[str]:
         """What starts it. Writes its configuration into the directory."""
@@ -65,7 +67,12 @@ class Kind:
                 "broker_ext.DurableSessionPlugin": options,
             }
             config.write_text(json.dumps({"plugins": plugins}))
-            data = ("--data", str(directory / "data"), "--store", self.store)
+            data = ["--data", str(directory / "data"), "--store", self.store]
+            if self.sealed:
+                keys = directory / "keys"
+                if not keys.exists():
+                    add_key(keys, "bench")
+                data += ["--key-file", str(keys), "--seal-topics"]
             return (*_SERVE, *data, "--bind", f"{HOST}:{port}", "--config", str(config))
         if self.program == "amqtt":
             config = directory / "broker.yaml"
@@ -79,17 +86,25 @@ class Kind:
         return (self.program, "-c", str(config))
 
 
-def kind_of_store(store: str) -> Kind:
+def kind_of_store(store: str, *, sealed: bool = False) -> Kind:
     """Our broker on one of its stores."""
-    return Kind(f"durable {store}", "acknowledges after fsync", sys.executable, store=store)
+    name, note = f"durable {store}", "acknowledges after fsync"
+    if sealed:
+        name, note = f"{name} sealed", f"{note}; payloads and topics sealed"
+    return Kind(name, note, sys.executable, store=store, sealed=sealed)
 
 
-def installed(stores: Sequence[str], sqlite_plugin: str | None = None) -> list[Kind]:
+def installed(
+    stores: Sequence[str], sqlite_plugin: str | None = None, *, sealed: bool = False
+) -> list[Kind]:
     """Every broker that can be started here.
 
+    sealed: ours once more, sealed.
     sqlite_plugin: of Mosquitto 2.1, its ``persist-sqlite`` library; then that is a column, too.
     """
     kinds = [kind_of_store(store) for store in stores]
+    if sealed:
+        kinds += [kind_of_store(store, sealed=True) for store in stores]
     mosquitto = shutil.which("mosquitto") or shutil.which("mosquitto", path="/usr/sbin:/sbin")
     if mosquitto:
         kinds.append(Kind("mosquitto", "in RAM, written at exit", mosquitto))

@@ -57,6 +57,10 @@ OTHERS = {
     "sinks",
     "wildcard_subscriptions",
     "subscription_identifiers",
+    "seal_key",
+    "seal_key_file",
+    "seal_key_env",
+    "seal_topics",
 }
 SECONDS = [name for name, (low, _) in NUMBERS.items() if isinstance(low, float)] + [
     "retain_for",
