@@ -51,6 +51,7 @@ import logging
 import os
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from itertools import count
 from struct import Struct
 from struct import error as StructError  # noqa: N812 - it is a class
 from typing import TYPE_CHECKING, Final, TypeVar
@@ -145,10 +146,10 @@ _CRC: Final = Struct(">I")
 class Xaes:
     """XAES-256-GCM (C2SP) under one key. number: what its id is stored as.
 
-    ``seal`` is called in one thread, ``open`` in any.
+    May be used in any thread: a nonce is taken by one call, which two threads cannot be in.
     """
 
-    __slots__ = ("_count", "_derived", "_encrypt", "_nonce", "_sealing", "_subkey", "id", "number")
+    __slots__ = ("_derived", "_encrypt", "_sealing", "_subkey", "id", "number")
 
     def __init__(self, key: Key, number: int) -> None:
         self.id = key.id
@@ -159,15 +160,15 @@ class Xaes:
         doubled = (zero << 1) ^ (0x87 if zero >> 127 else 0)
         self._subkey = doubled & ((1 << 128) - 1)
         self._derived: dict[bytes, AESGCM] = {}
-        self._begin()
+        self._sealing = self._begin()
 
     def __repr__(self) -> str:
         return f"Xaes({self.id!r})"
 
-    def _begin(self) -> None:
-        self._nonce = os.urandom(12)
-        self._sealing = self._derive(self._nonce)
-        self._count = 0
+    def _begin(self) -> tuple[bytes, AESGCM, Iterator[int]]:
+        """A new derivation nonce, its cipher, and the nonces under it."""
+        derivation = os.urandom(12)
+        return derivation, self._derive(derivation), count()
 
     def _derive(self, nonce: bytes) -> AESGCM:
         """The cipher of a derivation nonce: AES-CMAC as in NIST SP 800-108 with counter."""
@@ -179,12 +180,15 @@ class Xaes:
 
     def seal(self, value: bytes, bound: bytes) -> bytes:
         """A sealed value. bound: associated data."""
-        if self._count == SEALS_MAX:
-            self._begin()
-        nonce = self._count.to_bytes(12, "big")
-        self._count += 1
-        head = _HEAD.pack(_MARK, _VERSION, self.number, self._nonce, nonce)
-        return head + self._sealing.encrypt(nonce, value, bound)
+        while True:
+            derivation, cipher, numbers = self._sealing
+            number = next(numbers)
+            if number < SEALS_MAX:
+                break
+            self._sealing = self._begin()
+        nonce = number.to_bytes(12, "big")
+        head = _HEAD.pack(_MARK, _VERSION, self.number, derivation, nonce)
+        return head + cipher.encrypt(nonce, value, bound)
 
     def open(self, derivation: bytes, nonce: bytes, sealed: bytes, bound: bytes) -> bytes:
         """Raises InvalidTag."""

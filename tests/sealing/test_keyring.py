@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
@@ -160,3 +161,13 @@ def test_no_two_rows_have_one_nonce(monkeypatch: pytest.MonkeyPatch) -> None:
     nonces |= {xaes.seal(b"x", b"")[4:28] for _ in range(35)}
     assert len(nonces) == 40
     assert len({nonce[:12] for nonce in nonces}) == 5 + 4
+
+
+def test_no_two_threads_take_one_nonce(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("storage.sealing.SEALS_MAX", 997)
+    xaes = Xaes(Key("a", bytes(32)), 1)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(
+            pool.map(lambda _: [xaes.seal(b"x", b"")[4:28] for _ in range(2500)], range(4))
+        )
+    assert len({nonce for some in found for nonce in some}) == 10_000
