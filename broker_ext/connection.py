@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from broker_ext.authentication import Accepted, Dialogue, method_of
 from broker_ext.feed import BadAskError, ask_of
+from broker_ext.options import NO_LOCAL
 from broker_ext.reasons import NO_WORDS, Reason, Words, return_code
 from broker_ext.session import DISCONNECTED, End, Grant
+from broker_ext.shared import filter_of
 from broker_ext.terms import ANY, keep_alive_s, valid_payload
 from broker_ext.version5 import Version5, with_words
 from broker_ext.wire import (
@@ -55,6 +57,7 @@ from broker_ext.wire.properties import (
     MESSAGE_EXPIRY_S,
     SUBSCRIPTION_ID,
 )
+from storage.names import is_shared
 
 if TYPE_CHECKING:
     from broker_ext.authentication import Exchange
@@ -521,8 +524,13 @@ class Connection(asyncio.Protocol):
         identifier = packet.properties.get(SUBSCRIPTION_ID, 0) if packet.properties else 0
         grants: list[Grant] = []
         for topic_filter, options in packet.filters:
+            if options & NO_LOCAL and is_shared(topic_filter):  # [MQTT5-3.8.3-4]
+                self._end(End("no local on a shared subscription", reason=Reason.PROTOCOL_ERROR))
+                return
             code = _not_subscribed(topic_filter, identifier, self.hub.settings)
-            if not code and not await self.guard.may_subscribe(topic_filter):
+            # of a group the topic plugins are asked for what it shares
+            plain = filter_of(topic_filter) if is_shared(topic_filter) else topic_filter
+            if not code and not (plain and await self.guard.may_subscribe(plain)):
                 code = Reason.NOT_AUTHORIZED
             qos = min(options & 3, self.hub.settings.max_qos)
             grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code))
@@ -537,6 +545,7 @@ class Connection(asyncio.Protocol):
             if ask is None:
                 codes = await session.subscribe(grants)
             else:
+                grants = [_without_position(grant) for grant in grants]
                 codes, words = await session.read_history(grants, ask)
         if session.sealed or self.closed:
             return
@@ -544,7 +553,8 @@ class Connection(asyncio.Protocol):
         for grant, code in zip(grants, codes, strict=True):
             if code < 0x80:
                 self.guard.subscribed(grant.filter, code)
-                session.give_retained(grant, code, existed=grant.filter in had)
+                if not is_shared(grant.filter):  # these bring no retained messages (MQTT 5, 3.8.4)
+                    session.give_retained(grant, code, existed=grant.filter in had)
         session.start_reading()
 
     async def _unsubscribe(self, session: Session, packet: Unsubscribe) -> None:
@@ -575,11 +585,6 @@ class Connection(asyncio.Protocol):
             if accepted is None:
                 return Reason.NOT_AUTHORIZED
             self._authenticated = self.five.dialogue_over(accepted.data)
-            if (
-                self.five.encode(self.five.connack(connect, authenticated=self._authenticated))
-                is None
-            ):
-                return Reason.PACKET_TOO_LARGE
             return accepted.user
         user = await self.guard.authenticate(connect)
         if user is None:
@@ -903,12 +908,22 @@ class Connection(asyncio.Protocol):
         self.session = None  # no ring: what is not needed any more is freed at once
 
 
+def _without_position(grant: Grant) -> Grant:
+    """A group has its own position: a client cannot bring one to a shared subscription."""
+    if grant.allowed and is_shared(grant.filter):
+        return grant._replace(allowed=False, code=Reason.IMPLEMENTATION)
+    return grant
+
+
 def _not_subscribed(topic_filter: bytes, identifier: int, settings: Settings) -> int:
     """The SUBACK code of a filter that is refused whoever asks for it, 0 = it is not."""
     if not valid_filter(topic_filter):
         return Reason.FILTER_INVALID
-    if topic_filter.startswith(b"$share/") and not settings.shared_subscriptions:
-        return Reason.SHARED_UNSUPPORTED
+    if is_shared(topic_filter):
+        if not settings.shared_subscriptions:
+            return Reason.SHARED_UNSUPPORTED
+        if filter_of(topic_filter) is None:
+            return Reason.FILTER_INVALID
     if identifier and not settings.subscription_identifiers:
         return Reason.IDENTIFIERS_UNSUPPORTED
     if not settings.wildcard_subscriptions and (b"+" in topic_filter or b"#" in topic_filter):

@@ -42,6 +42,7 @@ from storage.errors import (
     ResumeHistoryUnavailable,
     StoreError,
 )
+from storage.names import is_shared
 from storage.outbox import DeadLetter, Failure
 
 if TYPE_CHECKING:
@@ -142,6 +143,7 @@ class DurableSession(Session):
 
     def start(self) -> None:
         """Deliver: first what earlier connections left, in its order (P6), then the rest."""
+        self.hub.shared.returned(self)
         for topic_filter, qos in self.subscriptions.items():
             options, identifier = self._options.get(topic_filter, (0, 0))
             self.hub.router.attach(self, topic_filter, qos, options, identifier)
@@ -281,11 +283,32 @@ class DurableSession(Session):
 
     # ---------------------------------------------------------------------- sending
 
+    @property
+    def places(self) -> int:
+        return self.out.window - self.out.sent
+
+    @property
+    def waits(self) -> bool:
+        return bool(self.out.ready)
+
+    def lend(self, flight: Flight, packet_id: int = 0) -> bool:
+        return self.out.lend(flight, packet_id)
+
+    def take_place(self) -> None:
+        self.out.sent += 1
+
+    def give_back(self, packet_id: int, *, place: bool) -> None:
+        self.out.give_back(packet_id, place=place)
+
     def puback(self, packet_id: int) -> None:
+        if self.member is not None and self.member.puback(packet_id):
+            return
         if self.out.puback(packet_id) and not self._joined:
             self._join(lazy=True)
 
     def pubrec(self, packet_id: int) -> None:
+        if self.member is not None and self.member.pubrec(packet_id):
+            return
         due = self.out.pubrec(packet_id)
         if due is None:
             self.peer.write(PUBREL_HEAD + PACKET_ID[packet_id])
@@ -295,10 +318,14 @@ class DurableSession(Session):
             self.committer.hurry_soon()
 
     def refused(self, packet_id: int) -> None:
+        if self.member is not None and self.member.refused(packet_id):
+            return
         if self.out.refused(packet_id) and not self._joined:
             self._join(lazy=True)
 
     def pubcomp(self, packet_id: int) -> None:
+        if self.member is not None and self.member.pubcomp(packet_id):
+            return
         if self.out.pubcomp(packet_id) and not self._joined:
             self._join(lazy=True)
 
@@ -311,12 +338,15 @@ class DurableSession(Session):
             self._walk()
         if not self.live and self.out.low:
             self._pump()
+        if self.member is not None:
+            self.member.turn_over()
 
     def _send(self) -> None:
         out, peer = self.out, self.peer
         ready = out.ready
         publish = peer.publish
-        while ready and out.sent < out.window and not peer.congested:
+        window = out.window if self.member is None else self.member.own_window
+        while ready and out.sent < window and not peer.congested:
             flight = ready[0]
             entry = flight.entry
             if entry is None:
@@ -348,8 +378,8 @@ class DurableSession(Session):
         begun, and is to be brought to its end [MQTT5-3.3.2-5, MQTT5-4.4.0-1].
         """
         letter = None
-        if flight.dup or not (entry.expires_ms and self._is_over(entry)):
-            if not self._is_too_large(entry, flight.qos, flight.options.identifiers):
+        if flight.dup or not (entry.expires_ms and self.is_over(entry)):
+            if not self.is_too_large(entry, flight.qos, flight.options.identifiers):
                 return True
             now_ms = self.hub.clock.now_ms()
             letter = DeadLetter(entry, Failure.TOO_LARGE, now_ms, flight.attempts)
@@ -447,6 +477,7 @@ class DurableSession(Session):
                 (
                     Wanted(f, q, self._from.get(f, 0), *self._options.get(f, plain))
                     for f, q in self.subscriptions.items()
+                    if not is_shared(f)
                 ),
                 skips=self.hub.settings.on_history_pruned == "skip",
                 reader=self.client_id,
@@ -462,7 +493,7 @@ class DurableSession(Session):
         out = self.out
         options = self.replay.options
         for entry, qos in entries:
-            if qos and not (entry.expires_ms and self._is_over(entry)):
+            if qos and not (entry.expires_ms and self.is_over(entry)):
                 if not out.room:
                     self.cursor = entry.offset - 1
                     return False
@@ -588,7 +619,7 @@ class DurableSession(Session):
                     grant.filter, grant.qos, head, grant.options, grant.identifier
                 )
         refused = [REFUSED if g.allowed else g.code for g in grants]
-        if self.sealed or not wanted:
+        if not wanted:
             return refused
         gained = [f for f, s in wanted.items() if s.qos and f not in self._counted]
         for topic_filter in gained:
@@ -596,22 +627,31 @@ class DurableSession(Session):
             self.hub.router.count(topic_filter, 1)  # from now on what matches is logged
         self._hold()
         try:
-            await self.committer.apply(
-                Subscribe(self.consumer_id, self.incarnation, tuple(wanted.values()))
-            )
-        except StoreError as error:
-            self._uncount(gained)
-            if isinstance(error, Fenced):
-                self._refused(error)
-            else:
-                log.warning("session %r: SUBSCRIBE not saved: %s", self.client_id, error)
-            return refused
-        else:
+            if not await self._save_subscriptions(gained, tuple(wanted.values())):
+                self._uncount(gained)
+                return refused
             self._uncount([f for f, s in wanted.items() if not s.qos])
             self._granted_now(wanted)
         finally:
             self._unhold()
         return [g.qos if g.allowed else g.code for g in grants]
+
+    async def _save_subscriptions(
+        self, gained: list[bytes], wanted: tuple[Subscription, ...]
+    ) -> bool:
+        """Whether they are stored."""
+        try:
+            await self.hub.shared.prepare(gained)
+            if self.sealed:
+                return False
+            await self.committer.apply(Subscribe(self.consumer_id, self.incarnation, wanted))
+        except StoreError as error:
+            if isinstance(error, Fenced):
+                self._refused(error)
+            else:
+                log.warning("session %r: SUBSCRIBE not saved: %s", self.client_id, error)
+            return False
+        return True
 
     def _granted_now(self, wanted: dict[bytes, Subscription]) -> None:
         for topic_filter, subscription in wanted.items():
@@ -668,6 +708,8 @@ class DurableSession(Session):
     # ----------------------------------------------------------------------------- end
 
     def end(self, end: End) -> None:
+        if self.member is not None:
+            self.member.end(for_good=False)
         cursor = self.out.release_unsent()
         if cursor is not None:
             self.cursor = cursor if self.live else min(cursor, self.cursor)

@@ -14,6 +14,7 @@ from broker_ext.resume import Finding, Verdict, words_of
 from broker_ext.retained import RetainedStore
 from broker_ext.router import Router
 from broker_ext.session import End
+from broker_ext.shared import Shared
 from broker_ext.sinks.sink import Sinks
 from broker_ext.wills import Wills
 from broker_ext.wire import TopicNames
@@ -72,6 +73,7 @@ class Hub:
         self.wills = Wills(self)
         self.registry = Registry(self)
         self.history = History(self)
+        self.shared = Shared(self)
         self.sinks = Sinks(self)
         self.rekeying: Rekeying | None = None
         """Where the store is sealed."""
@@ -96,7 +98,7 @@ class Hub:
             messages_max=settings.max_retained_messages,
             bytes_max=settings.max_retained_bytes,
         )
-        self.router = Router(self.committer, self.retained, self.figures)
+        self.router = Router(self.committer, self.retained, self.figures, self.shared)
         self.router.load(self.opened.filters)
         self.wills.load(self.opened.wills)
 
@@ -104,6 +106,7 @@ class Hub:
         """Read what is needed in memory (retained messages), and begin what the clock drives."""
         await self.retained.load(self.store)
         await self.history.load()
+        await self.shared.load()
         await self.sinks.start()
         settings = self.settings
         self._every(TICK_S, self._look_for_silence)
@@ -133,6 +136,7 @@ class Hub:
         for connection in list(self.connections):
             connection.finish(SHUTDOWN)
         await self.history.close()
+        self.shared.stop()
         await self.wills.settle()
         await self._drain()
         self.committer.close()
@@ -175,6 +179,7 @@ class Hub:
         for session in list(self.registry.owners.values()):
             if session.durable:
                 session.checkpoint()  # type: ignore[attr-defined]
+        self.shared.checkpoint()
 
     async def _prune(self) -> None:
         """Delete what nobody needs, and what is beyond the hard caps whoever needs it."""
@@ -221,6 +226,7 @@ class Hub:
                 self.figures.expired += 1
                 self.registry.must_tell(expired.client_id, EXPIRED)
                 self.wills.session_ended(expired.client_id)
+                self.shared.ended(expired.consumer_id)
                 for topic_filter in expired.filters:
                     self.router.count(topic_filter, -1)
             if len(gone) < EXPIRE_MAX:

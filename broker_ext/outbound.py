@@ -229,6 +229,25 @@ class Outbound:
         flight.state = SENT | HELD
         self._held.append((number, message))
 
+    def lend(self, flight: Flight, packet_id: int) -> bool:
+        """Give a delivery that is not in this record a packet id: this one, or a free one (0).
+        False: this one is in use."""
+        if not packet_id:
+            packet_id = self.next_packet_id
+            while packet_id in self.flights:
+                packet_id = packet_id % PACKET_IDS + 1
+            self.next_packet_id = packet_id % PACKET_IDS + 1
+        elif packet_id in self.flights:
+            return False
+        flight.packet_id = packet_id
+        self.flights[packet_id] = flight
+        return True
+
+    def give_back(self, packet_id: int, *, place: bool) -> None:
+        """A packet id that was lent is free again; place: it counted as sent."""
+        del self.flights[packet_id]
+        self.sent -= place
+
     @property
     def pending(self) -> bool:
         """Whether there is something to write."""

@@ -119,6 +119,9 @@ class DurableSessionPlugin(BasePlugin[Any]):
         """Seconds after the start in which their clients may come back first."""
         on_generation_change: str = "resume"
         """A session of another database generation: `resume` (replay, unchecked) or `reset`."""
+        shared_order: str = "free"
+        """Of a shared subscription: `free` (whoever has most room) or `topic` (a topic stays with
+        one member while it keeps up)."""
         seal_key_file: str = ""
         """File with the keys that messages on disk are sealed with; default: they are not."""
         seal_key_env: str = ""
@@ -143,6 +146,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             _one_of("store", self.store, ("lmdb", "sqlite"))
             _one_of("durability", self.durability, ("fsync", "os"))
             _one_of("on_generation_change", self.on_generation_change, ("resume", "reset"))
+            _one_of("shared_order", self.shared_order, ("free", "topic"))
             _one_of("on_history_pruned", self.on_history_pruned, ("reset", "skip"))
             sinks_settings(self.sinks)
             _no_key_in_yaml(self.seal_key, self.seal_key_file, self.seal_key_env)
@@ -295,6 +299,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             will_recovery_delay_s=config.will_recovery_delay,
             on_generation_change=config.on_generation_change,
             on_history_pruned=config.on_history_pruned,
+            shared_order=config.shared_order,
             history_filters=tuple(config.history_filters),
             max_age_s=config.max_age,
             max_bytes=self._max_bytes(),

@@ -9,11 +9,12 @@ The answer for a topic (a ``Route``) is remembered until any subscription change
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from broker_ext.options import joined, options_of
 from broker_ext.topics import FilterTree
 from storage.api import RETAINED, Entry
+from storage.names import is_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from broker_ext.figures import Figures
     from broker_ext.options import Options
     from broker_ext.retained import RetainedStore
+    from broker_ext.session import Session
+    from broker_ext.shared import Shared
     from storage.api import FilterCount
     from storage.committer import Committer
 
@@ -89,8 +92,11 @@ class Route:
 class Router:
     """Routes every message of the broker. One object for each broker."""
 
-    def __init__(self, committer: Committer, retained: RetainedStore, figures: Figures) -> None:
+    def __init__(
+        self, committer: Committer, retained: RetainedStore, figures: Figures, shared: Shared
+    ) -> None:
         self.committer = committer
+        self.shared = shared
         self.retained = retained
         self.figures = figures
         self.guarded = False
@@ -105,11 +111,17 @@ class Router:
         """Take over the distinct durable filters of the store at start."""
         at = self._places.at
         for topic_filter, count in filters:
-            at(topic_filter).durable = count
+            if is_shared(topic_filter):
+                self.shared.counts[topic_filter] = count
+            else:
+                at(topic_filter).durable = count
         self._changed()
 
     def count(self, topic_filter: bytes, change: int) -> None:
         """A durable consumer got (+1) or lost (-1) this filter with QoS >= 1."""
+        if is_shared(topic_filter):
+            self.shared.count(topic_filter, change)
+            return
         place = self._places.at(topic_filter)
         place.durable += change
         assert place.durable >= 0, "a durable filter was released more often than taken"
@@ -124,6 +136,9 @@ class Router:
         identifier: int = 0,
     ) -> None:
         """Deliver what matches to a connected session. options, identifier: of a Subscription."""
+        if is_shared(topic_filter):
+            self.shared.attach(cast("Session", session), topic_filter, qos, options, identifier)
+            return
         place = self._places.at(topic_filter)
         if place.subscribers is None:
             place.subscribers = {}
@@ -132,6 +147,9 @@ class Router:
 
     def detach(self, session: Receiver, topic_filter: bytes) -> None:
         """Undo ``attach``; harmless if it was not done."""
+        if is_shared(topic_filter):
+            self.shared.detach(cast("Session", session), topic_filter)
+            return
         place = self._places.find(topic_filter)
         if place is not None and place.subscribers is not None:
             place.subscribers.pop(session, None)

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
     from broker_ext.hub import Hub
+    from broker_ext.member import Member
     from broker_ext.options import Options
+    from broker_ext.outbound import Flight
     from storage.api import Entry
 
 __all__ = ["End", "Grant", "Peer", "Session", "TransientSession", "publish_bytes"]
@@ -45,6 +47,8 @@ REFUSED: Final = 0x80
 NO_SUBSCRIPTION: Final = Reason.NO_SUBSCRIPTION
 """UNSUBACK reason code: there was no such subscription."""
 PACKET_IDS: Final = 65_535
+LENT: Final = 0
+"""In the place of the QoS of what is under way: a delivery of a group."""
 
 
 class End(NamedTuple):
@@ -145,9 +149,11 @@ class Session:
     client_id, user: UTF-8; user b"" = anonymous. window: deliveries under way at most.
     expiry_s: how long it is kept when its client is gone, None = for ever, 0 = not at all.
     sealed: it ended; nothing is delivered to it and nothing is saved for it any more.
+    member: its part in shared subscriptions, None = it never had one.
     """
 
     durable: ClassVar[bool] = False
+    consumer_id = 0
 
     def __init__(
         self,
@@ -171,6 +177,7 @@ class Session:
         self.sealed = False
         self.expiry_s: int | None = 0
         self.has_will = False
+        self.member: Member | None = None
         self.may_receive: Callable[[bytes], Awaitable[bool]] | None = None
         self._walks: deque[tuple[Iterator[Entry], int, Options]] = deque()
         self._guarded: deque[tuple[Entry, int, bool, bytes]] = deque()
@@ -315,7 +322,7 @@ class Session:
             self._deliver_acknowledged(entry, qos, retain, identifiers)
         elif self.peer.congested:
             self.hub.figures.dropped_qos0 += 1
-        elif not self._is_undeliverable(entry, 0, identifiers):
+        elif not self.is_undeliverable(entry, 0, identifiers):
             self.hub.figures.delivered += 1
             self.peer.publish(entry, 0, 0, dup=False, retain=retain, identifiers=identifiers)
 
@@ -324,25 +331,50 @@ class Session:
     ) -> None:
         raise NotImplementedError
 
-    def _is_undeliverable(self, entry: Entry, qos: int, identifiers: bytes) -> bool:
+    def is_undeliverable(self, entry: Entry, qos: int, identifiers: bytes) -> bool:
         """Whether a message is not to be sent; it is counted then."""
-        if entry.expires_ms and self._is_over(entry):
+        if entry.expires_ms and self.is_over(entry):
             return True
-        return self._is_too_large(entry, qos, identifiers)
+        return self.is_too_large(entry, qos, identifiers)
 
-    def _is_too_large(self, entry: Entry, qos: int, identifiers: bytes) -> bool:
+    def is_too_large(self, entry: Entry, qos: int, identifiers: bytes) -> bool:
         """Whether the client takes no packet that large [MQTT5-3.1.2-24]; counted then."""
         if self.bytes_max and publish_bytes(entry, qos, identifiers) > self.bytes_max:
             self.hub.figures.too_large += 1
             return True
         return False
 
-    def _is_over(self, entry: Entry) -> bool:
+    def is_over(self, entry: Entry) -> bool:
         """Whether the Message Expiry Interval has passed [MQTT5-3.3.2-5]; counted then."""
         if 0 < entry.expires_ms <= self.hub.clock.now_ms():
             self.hub.figures.expired_messages += 1
             return True
         return False
+
+    # ------------------------------------------------------------- what groups hand to it
+
+    @property
+    def places(self) -> int:
+        """How many more deliveries may be under way."""
+        raise NotImplementedError
+
+    @property
+    def waits(self) -> bool:
+        """Whether something of its own is to be sent."""
+        raise NotImplementedError
+
+    def lend(self, flight: Flight, packet_id: int = 0) -> bool:
+        """Give a delivery of a group a packet id: this one, or one that is free (0). False: this
+        one is in use."""
+        raise NotImplementedError
+
+    def take_place(self) -> None:
+        """A delivery of a group is under way."""
+        raise NotImplementedError
+
+    def give_back(self, packet_id: int, *, place: bool) -> None:
+        """A packet id that was lent is free again, and its place, if it took one."""
+        raise NotImplementedError
 
     # ------------------------------------------------------------------- acknowledgements
 
@@ -419,6 +451,8 @@ class Session:
         """Seal the session and save what there is to save. Called once, by the registry."""
         del end
         self.sealed = True
+        if self.member is not None:
+            self.member.end(for_good=True)
         for topic_filter in self.subscriptions:
             self.hub.router.detach(self, topic_filter)
         if self._guard_task is not None:
@@ -469,37 +503,71 @@ class TransientSession(Session):
         self._queued_bytes += len(entry.payload) + len(entry.properties)
 
     def _send(self, entry: Entry, qos: int, retain: bool, identifiers: bytes) -> None:
-        if self._is_undeliverable(entry, qos, identifiers):
+        if self.is_undeliverable(entry, qos, identifiers):
             return
-        packet_id = self._next_packet_id
-        while packet_id in self._under_way:
-            packet_id = packet_id % PACKET_IDS + 1
-        self._next_packet_id = packet_id % PACKET_IDS + 1
+        packet_id = self._free_id()
         self._under_way[packet_id] = qos
         self.hub.figures.delivered += 1
         self.peer.publish(entry, qos, packet_id, dup=False, retain=retain, identifiers=identifiers)
 
+    @property
+    def places(self) -> int:
+        return self.window - len(self._under_way)
+
+    @property
+    def waits(self) -> bool:
+        return bool(self._queue)
+
+    def lend(self, flight: Flight, packet_id: int = 0) -> bool:
+        assert not packet_id, "a transient session has no earlier connection"
+        flight.packet_id = self._free_id()
+        self._under_way[flight.packet_id] = LENT
+        return True
+
+    def take_place(self) -> None:
+        pass  # what is under way has one
+
+    def give_back(self, packet_id: int, *, place: bool) -> None:
+        del place
+        del self._under_way[packet_id]
+
+    def _free_id(self) -> int:
+        packet_id = self._next_packet_id
+        while packet_id in self._under_way:
+            packet_id = packet_id % PACKET_IDS + 1
+        self._next_packet_id = packet_id % PACKET_IDS + 1
+        return packet_id
+
     def puback(self, packet_id: int) -> None:
+        if self.member is not None and self.member.puback(packet_id):
+            return
         if self._under_way.get(packet_id) == 1:
             del self._under_way[packet_id]
 
     def pubrec(self, packet_id: int) -> None:
+        if self.member is not None and self.member.pubrec(packet_id):
+            return
         # 3 = QoS 2, received; an unknown id is answered so that the client can finish
         if self._under_way.get(packet_id) == 2:
             self._under_way[packet_id] = 3
         self.peer.write(PUBREL_HEAD + PACKET_ID[packet_id])
 
     def refused(self, packet_id: int) -> None:
+        if self.member is not None and self.member.refused(packet_id):
+            return
         if self._under_way.get(packet_id) == 2:
             del self._under_way[packet_id]
 
     def pubcomp(self, packet_id: int) -> None:
+        if self.member is not None and self.member.pubcomp(packet_id):
+            return
         if self._under_way.get(packet_id) == 3:
             del self._under_way[packet_id]
 
     def turn_over(self) -> None:
         queue = self._queue
-        while queue and len(self._under_way) < self.window and not self.peer.congested:
+        window = self.window if self.member is None else self.member.own_window
+        while queue and len(self._under_way) < window and not self.peer.congested:
             entry, qos, retain, identifiers = queue.popleft()
             self._queued_bytes -= len(entry.payload) + len(entry.properties)
             self._send(entry, qos, retain, identifiers)
@@ -507,6 +575,8 @@ class TransientSession(Session):
             self._walk()
         for feed in self._feeds:
             feed.turn_over()
+        if self.member is not None:
+            self.member.turn_over()
 
     def _room_for_retained(self) -> bool:
         return (

@@ -33,7 +33,8 @@ class Settings:
     response_information: str = ""
     wildcard_subscriptions: bool = True
     subscription_identifiers: bool = True
-    shared_subscriptions: bool = False
+    shared_subscriptions: bool = True
+    shared_order: Literal["free", "topic"] = "free"
     commit_bytes_max: int = 16 << 20
     connect_timeout_s: float = 10.0
     takeover_timeout_s: float = 10.0

@@ -88,7 +88,7 @@ async def test_messages_that_come_while_a_refused_subscribe_was_under_way_are_de
 async def test_each_filter_of_a_packet_answers_for_itself(broker: Broker) -> None:
     client = await broker.connect(b"c")
     codes = await client.subscribe(
-        (b"a", 2), (b"a/#/b", 1), (b"forbidden/x", 1), (b"$share/g/a", 1), (b"a", 0), (b"b+", 0)
+        (b"a", 2), (b"a/#/b", 1), (b"forbidden/x", 1), (b"$share/g+/a", 1), (b"a", 0), (b"b+", 0)
     )
     assert codes == b"\x02\x80\x80\x80\x00\x80"
     assert await stored(broker, b"c") == {b"a": 0}  # the last one holds

@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from broker_ext.connection import Connection
 from broker_ext.durable import DurableSession
-from broker_ext.terms import FOR_EVER
 from broker_ext.wire import (
     DISCONNECT,
     Connack,
     Connect,
     ConnectWill,
     Decoder,
-    Properties,
     Puback,
     Pubcomp,
     Publish,
@@ -31,7 +29,6 @@ from broker_ext.wire import (
     Unsubscribe,
     encode,
 )
-from broker_ext.wire.properties import MESSAGE_EXPIRY_S, SESSION_EXPIRY_S
 from tests.exploration.choices import Option
 
 if TYPE_CHECKING:
@@ -56,20 +53,12 @@ __all__ = [
 
 
 class Outgoing(NamedTuple):
-    """A message that its publisher has not seen acknowledged to the end. expires_s: 0 = never."""
+    """A message that its publisher has not seen acknowledged to the end."""
 
     topic: bytes
     payload: bytes
     qos: int
-    expires_s: int = 0
     released: bool = False
-
-    def packet(self, packet_id: int, *, retain: bool = False, dup: bool = False) -> Publish:
-        pairs = ((MESSAGE_EXPIRY_S, self.expires_s),) if self.expires_s else ()
-        flags = dup << 3 | self.qos << 1 | retain
-        return Publish(
-            flags, self.topic, packet_id, self.payload, Properties(pairs) if pairs else None
-        )
 
 
 class Identity:
@@ -125,17 +114,15 @@ def unsubscribe(*filters: bytes) -> Step:
     return Step(f"UNSUBSCRIBE {filters}", _accepted, do)
 
 
-def publish(topic: bytes, qos: int = 1, *, retain: bool = False, expires_s: int = 0) -> Step:
-    """expires_s: Message Expiry Interval (the link speaks MQTT 5)."""
-
+def publish(topic: bytes, qos: int = 1, *, retain: bool = False) -> Step:
     def do(link: Link) -> None:
         identity = link.identity
-        message = Outgoing(topic, identity.payload(), qos, expires_s)
+        message = Outgoing(topic, identity.payload(), qos)
         packet_id = identity.packet_id() if qos else 0
         if qos:
             identity.outgoing[packet_id] = message
         link.world.ledger.sent(link, message, retain=retain)
-        link.send(message.packet(packet_id, retain=retain))
+        link.send(Publish(qos << 1 | retain, topic, packet_id, message.payload))
 
     return Step(f"PUBLISH {topic.decode()} QoS {qos}", _accepted, do)
 
@@ -224,7 +211,6 @@ class Link:
     arrived: number of its CONNECT among those that were authenticated, 0 = not yet.
     pipelines: it sends its script right behind the CONNECT. droppable: it may be lost at any time.
     claims_max: deliveries that may be claimed for it, 0 = as many as usual.
-    version: 4, or 5. will_delay_s: of its will (MQTT 5). ended_ms: when the broker saw it end.
     """
 
     def __init__(
@@ -240,8 +226,6 @@ class Link:
         pipelines: bool = False,
         droppable: bool = False,
         claims_max: int = 0,
-        version: int = 4,
-        will_delay_s: int = 0,
     ) -> None:
         self.world = world
         self.name = name
@@ -253,12 +237,9 @@ class Link:
         self.pipelines = pipelines
         self.droppable = droppable
         self.claims_max = claims_max
-        self.version = version
-        self.will_delay_s = will_delay_s
-        self.ended_ms = 0
         self.connection: Connection | None = None
         self.session: Session | None = None
-        self.decoder = Decoder(server=False, version=version)
+        self.decoder = Decoder(server=False)
         self.out: deque[bytes] = deque()
         self.asked: deque[Subscribe | Unsubscribe] = deque()
         self.received: list[Publish] = []
@@ -336,18 +317,9 @@ class Link:
         self.connection = Connection(
             self.world.hub, self, FakeGuard(self.world, self), peername=self.name
         )
-        properties = None
-        if self.version == 5 and not self.clean:
-            properties = Properties(((SESSION_EXPIRY_S, FOR_EVER),))
-        connect = Connect(
-            self.version,
-            self.identity.client_id,
-            clean_start=self.clean,
-            will=self.will,
-            properties=properties,
-        )
+        connect = Connect(4, self.identity.client_id, clean_start=self.clean, will=self.will)
         self.world.ledger.dialled(self)
-        self.send(connect)
+        self.out.append(encode(connect))
 
     def lose(self) -> None:
         """The socket is gone, and the broker is told."""
@@ -380,7 +352,7 @@ class Link:
     # ------------------------------------------------------------------------- the client
 
     def send(self, packet: Packet) -> None:
-        self.out.append(encode(packet, self.version))
+        self.out.append(encode(packet))
 
     def asks(self, packet: Subscribe | Unsubscribe) -> None:
         self.asked.append(packet)
@@ -422,7 +394,8 @@ class Link:
             if message.released:
                 self.send(Pubrel(packet_id))
             else:
-                self.send(message.packet(packet_id, dup=True))
+                flags = 8 | message.qos << 1
+                self.send(Publish(flags, message.topic, packet_id, message.payload))
 
     def _receive_publish(self, packet: Publish) -> None:
         self.received.append(packet)

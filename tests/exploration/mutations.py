@@ -246,7 +246,7 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "session: SUBSCRIBE does not look whether it is sealed",
         "late_subscribe",
-        source(DurableSession, "_subscribe", "self.sealed or not wanted", "not wanted"),
+        source(DurableSession, "_save_subscriptions", "if self.sealed:", "if False:"),
     )
     yield Mutation(
         "session: UNSUBSCRIBE does not look whether it is sealed",
@@ -277,7 +277,7 @@ def _table() -> Iterator[Mutation]:
         "subscribes_that_miss_each_other",
         source(
             DurableSession,
-            "_subscribe",
+            "_save_subscriptions",
             "await self.committer.apply(",
             "(lambda op: self.committer.submit(op, lambda _: None))(",
         ),
@@ -342,21 +342,6 @@ def _table() -> Iterator[Mutation]:
             "await self.hub.wills.returned(packet.client_id, clean=packet.clean_start)",
             "pass",
         ),
-    )
-    yield Mutation(
-        "wills: one that waits for its delay is published at once",
-        "wills_with_a_delay",
-        source(Wills, "ended", "if end.publish_will and delay_s:", "if False:"),
-    )
-    yield Mutation(
-        "wills: one that waits is forgotten by a clean start",
-        "wills_with_a_delay",
-        source(Wills, "returned", "waiting.orphan or not (clean or", "True or (clean or"),
-    )
-    yield Mutation(
-        "session: what has expired is sent",
-        "messages_that_expire",
-        source(DurableSession, "_may_send", "flight.dup or not", "True or not"),
     )
     yield Mutation(
         "connection: acknowledgements do not wait for the commit",

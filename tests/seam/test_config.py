@@ -20,6 +20,7 @@ Config = DurableSessionPlugin.Config
 WORDS: dict[str, tuple[str, ...]] = {
     "store": ("lmdb", "sqlite"),
     "durability": ("fsync", "os"),
+    "shared_order": ("free", "topic"),
     "on_generation_change": ("resume", "reset"),
     "on_history_pruned": ("reset", "skip"),
 }
