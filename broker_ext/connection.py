@@ -56,6 +56,7 @@ from broker_ext.wire.properties import (
     AUTHENTICATION_DATA,
     MESSAGE_EXPIRY_S,
     SUBSCRIPTION_ID,
+    USER_PROPERTY,
 )
 from storage.names import is_shared
 
@@ -299,6 +300,8 @@ class Connection(asyncio.Protocol):
                 session.puback(packet[0])  # type: ignore[misc]
             elif kind in _BYPASS:
                 self._answer(session, packet)
+            elif kind is Subscribe and self._subscribe_now(session, packet):  # type: ignore[arg-type]
+                pass
             else:
                 self._queue(packets[i:])
                 break
@@ -520,21 +523,41 @@ class Connection(asyncio.Protocol):
                 reason = Reason.SUCCESS  # of MQTT 5: the message with this id was taken before
             self.acknowledge(encode(Pubrec(packet.packet_id, reason), self.version), stored=False)
 
-    async def _subscribe(self, session: Session, packet: Subscribe) -> None:
+    def _subscribe_now(self, session: Session, packet: Subscribe) -> bool:
+        """Have subscriptions that nobody must be asked for in force as soon as they are read: so a
+        message that another client sends after them is delivered. False: they have to wait."""
+        if session.durable or (packet.properties and packet.properties.get(USER_PROPERTY)):
+            return False
+        if any(is_shared(wanted.filter) for wanted in packet.filters):
+            return False
+        grants = self._grants(packet)
+        had = session.subscriptions.keys() & {grant.filter for grant in grants}
+        codes = session.subscribe_now(grants)
+        self._subscribed(session, packet, grants, codes, had, NO_WORDS)
+        return True
+
+    def _grants(self, packet: Subscribe) -> list[Grant]:
+        settings = self.hub.settings
         identifier = packet.properties.get(SUBSCRIPTION_ID, 0) if packet.properties else 0
         grants: list[Grant] = []
         for topic_filter, options in packet.filters:
-            if options & NO_LOCAL and is_shared(topic_filter):  # [MQTT5-3.8.3-4]
-                self._end(End("no local on a shared subscription", reason=Reason.PROTOCOL_ERROR))
-                return
-            code = _not_subscribed(topic_filter, identifier, self.hub.settings)
-            # of a group the topic plugins are asked for what it shares
-            plain = filter_of(topic_filter) if is_shared(topic_filter) else topic_filter
-            if not code and not (plain and await self.guard.may_subscribe(plain)):
-                code = Reason.NOT_AUTHORIZED
-            qos = min(options & 3, self.hub.settings.max_qos)
+            code = _not_subscribed(topic_filter, identifier, settings)
+            qos = min(options & 3, settings.max_qos)
             grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code))
-        had = {grant.filter for grant in grants if grant.filter in session.subscriptions}
+        return grants
+
+    async def _subscribe(self, session: Session, packet: Subscribe) -> None:
+        if any(options & NO_LOCAL and is_shared(name) for name, options in packet.filters):
+            # [MQTT5-3.8.3-4]
+            self._end(End("no local on a shared subscription", reason=Reason.PROTOCOL_ERROR))
+            return
+        grants = self._grants(packet)
+        for i, grant in enumerate(grants):
+            # of a group the topic plugins are asked for what it shares
+            plain = filter_of(grant.filter) if is_shared(grant.filter) else grant.filter
+            if grant.allowed and not (plain and await self.guard.may_subscribe(plain)):
+                grants[i] = grant._replace(allowed=False, code=Reason.NOT_AUTHORIZED)
+        had = session.subscriptions.keys() & {grant.filter for grant in grants}
         words = NO_WORDS
         try:
             ask = ask_of(packet.properties)
@@ -547,6 +570,17 @@ class Connection(asyncio.Protocol):
             else:
                 grants = [_without_position(grant) for grant in grants]
                 codes, words = await session.read_history(grants, ask)
+        self._subscribed(session, packet, grants, codes, had, words)
+
+    def _subscribed(
+        self,
+        session: Session,
+        packet: Subscribe,
+        grants: list[Grant],
+        codes: list[int],
+        had: set[bytes],
+        words: Words,
+    ) -> None:
         if session.sealed or self.closed:
             return
         self.send(Suback(packet.packet_id, bytes(codes), with_words(words)))

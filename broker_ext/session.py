@@ -399,6 +399,10 @@ class Session:
 
     # ---------------------------------------------------------------------- subscriptions
 
+    def subscribe_now(self, grants: list[Grant]) -> list[int]:
+        """The same as ``subscribe``, for a session that has nothing to save."""
+        raise NotImplementedError
+
     async def subscribe(self, grants: list[Grant]) -> list[int]:
         """Make subscriptions. Returns the SUBACK return codes; those granted are in force and, for
         a durable session, saved (P8)."""
@@ -650,6 +654,9 @@ class TransientSession(Session):
     # ---------------------------------------------------------------------- subscriptions
 
     async def subscribe(self, grants: list[Grant]) -> list[int]:
+        return self.subscribe_now(grants)
+
+    def subscribe_now(self, grants: list[Grant]) -> list[int]:
         codes: list[int] = []
         for grant in grants:
             if not grant.allowed or self.sealed:

@@ -148,10 +148,11 @@ async def test_a_client_whose_lane_was_full_when_the_disk_hung_is_read_again() -
         await broker.sleeper(b"s", b"a")
         first = await broker.connect(b"1", clean=True)
         second = await broker.connect(b"2", clean=True)
+        lane: Any = broker.session(b"2").peer
+        lane.guard.slow = True
         second.send_bytes(_subscribe(b"slow"))
         for _ in range(6):
             second.publish(b"nobody", bytes(60_000), 0)
-        lane: Any = broker.session(b"2").peer
         await broker.turns(lambda: lane._paused)
         gate = broker.store.hang_submit()
         for _ in range(20):

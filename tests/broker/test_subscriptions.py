@@ -15,6 +15,7 @@ from broker_ext.wire import (
     SubscribeFilter,
     Unsuback,
     Unsubscribe,
+    encode,
 )
 from storage.errors import ResumeHistoryUnavailable, StoreFull
 from tests.broker.mqtt import running
@@ -167,6 +168,21 @@ async def test_a_publish_behind_a_subscribe_in_one_chunk_is_delivered(
     client.send(Subscribe(1, (SubscribeFilter(b"a", 1),)), Publish(0, b"a", 0, b"x"))
     await client.next(Suback)
     assert await client.payloads(1) == [b"x"]
+
+
+@pytest.mark.parametrize("version", [4, 5])
+async def test_a_subscription_in_memory_is_in_force_as_soon_as_it_is_read(
+    broker: Broker, version: int
+) -> None:
+    """Two clients' bytes arrive in one turn of the loop: the message was sent after it."""
+    subscriber = await broker.connect(b"s", version=version, clean=True)
+    publisher = await broker.connect(b"p", version=version, clean=True)
+    of = {c.session.client_id: c for c in broker.hub.connections if c.session is not None}
+    of[b"s"].data_received(encode(Subscribe(1, (SubscribeFilter(b"a", 0),)), version))
+    of[b"p"].data_received(encode(Publish(0, b"a", 0, b"x"), version))
+    assert (await subscriber.next(Suback)).reasons == b"\0"
+    assert (await subscriber.next(Publish)).payload == b"x"
+    await publisher.quiet()
 
 
 async def test_what_follows_a_malformed_packet_is_not_read_and_what_precedes_it_is_done(
