@@ -619,6 +619,11 @@ class Connection(asyncio.Protocol):
             if accepted is None:
                 return Reason.NOT_AUTHORIZED
             self._authenticated = self.five.dialogue_over(accepted.data)
+            if (
+                self.five.encode(self.five.connack(connect, authenticated=self._authenticated))
+                is None
+            ):
+                return Reason.PACKET_TOO_LARGE
             return accepted.user
         user = await self.guard.authenticate(connect)
         if user is None:

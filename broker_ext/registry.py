@@ -159,14 +159,14 @@ class Registry:
     async def connect(self, connection: Connection, packet: Connect) -> None:
         """Everything between a CONNECT and its CONNACK, and the start of the session."""
         hub = self.hub
+        if not packet.client_id and (packet.clean_start or connection.five is not None):
+            assigned = b"auto-" + os.urandom(12).hex().encode()  # [MQTT-3.1.3-6]
+            packet = packet._replace(client_id=assigned)
         client_id = packet.client_id
         refusal = self._refusal(connection, packet)
         if refusal is not None:
             connection.refuse(refusal)
             return
-        if not client_id:
-            client_id = b"auto-" + os.urandom(12).hex().encode()  # [MQTT-3.1.3-6]
-            packet = packet._replace(client_id=client_id)
         user = await connection.authenticate(packet)
         if isinstance(user, Reason):
             log.info("client %s is not authorized", connection.peername)
@@ -194,11 +194,8 @@ class Registry:
 
     def _refusal(self, connection: Connection, packet: Connect) -> Reason | None:
         """Why a CONNECT cannot be accepted, whoever it is from."""
-        client_id = packet.client_id
-        if len(client_id) > self.hub.settings.max_client_id_bytes:
-            return Reason.BAD_CLIENT_ID
-        if not (client_id or packet.clean_start or connection.five is not None):
-            return Reason.BAD_CLIENT_ID  # [MQTT-3.1.3-8]; MQTT 5 has it assigned
+        if not 0 < len(packet.client_id) <= self.hub.settings.max_client_id_bytes:
+            return Reason.BAD_CLIENT_ID  # [MQTT-3.1.3-8]
         if self.hub.refusing:
             return Reason.UNAVAILABLE
         return connection.five.refuses(packet) if connection.five is not None else None

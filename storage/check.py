@@ -22,6 +22,7 @@ from storage.errors import RecordDamaged
 from storage.kv import U64, U64_U64, ReadTxn, Space, get_u64
 from storage.meta import Ends, MetaDamaged, read_ends, read_identity
 from storage.names import filter_hash, key_of, topic_id
+from storage.outbox.checking import check_outbox
 from storage.records import NONE, Record, decode_will
 from storage.sealing import OVERHEAD_BYTES, is_sealed
 from storage.topics import UNKNOWN, is_in, named
@@ -50,6 +51,7 @@ def check(txn: ReadTxn) -> list[str]:
         *_consumers(txn, ends),
         *_retained(txn),
         *_wills(txn),
+        *check_outbox(txn),
     ]
 
 

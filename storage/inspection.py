@@ -32,6 +32,7 @@ from storage.files import (
 from storage.identity import Sidecar, changed, place_of
 from storage.kv import Space
 from storage.meta import FORMAT, MetaDamaged, read_ends, read_format, read_identity
+from storage.outbox.reading import backlog
 from storage.records import Record, decode_claim
 from storage.repair import Repaired, rebuild
 from storage.retention import low_water
@@ -93,6 +94,12 @@ class Figures:
     retained: int = 0
     retained_bytes: int = 0
     wills: int = 0
+    outbox_messages: int = 0
+    outbox_waiting: int = 0
+    outbox_claimed: int = 0
+    outbox_dead: int = 0
+    outbox_bytes: int = 0
+    audit: int = 0
     file_bytes: int = 0
 
 
@@ -140,7 +147,19 @@ def figures(txn: ReadTxn) -> Figures:
     found.held = _count(txn, Space.HELD)
     found.inbound = _count(txn, Space.INBOUND)
     found.wills = _count(txn, Space.WILL)
+    found.audit = _count(txn, Space.AUDIT)
+    _count_outbox(txn, found)
     return found
+
+
+def _count_outbox(txn: ReadTxn, found: Figures) -> None:
+    for space in (Space.OUTBOX, Space.OUTBOX_BODY):
+        found.outbox_bytes += sum(len(key) + len(raw) for key, raw in txn.scan(space))
+    found.outbox_messages = _count(txn, Space.OUTBOX)
+    for queue in backlog(txn):
+        found.outbox_waiting += queue.waiting
+        found.outbox_claimed += queue.claimed
+        found.outbox_dead += queue.dead
 
 
 def _count(txn: ReadTxn, space: Space) -> int:

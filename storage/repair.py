@@ -15,6 +15,7 @@ A block, damaged or missing: gravestones; the marks of the topics that the index
 Record, subscription, claim or held message of a session: the session is left out, and is told
     Session Present = 0.
 A retained message, a will: it is left out, and the operator is told.
+Messages of the outbox: see storage.outbox.rebuilding.
 An index, a count, an order: derived again. A mark and its order that differ: the higher one.
 Identity or ends: from the sidecar, and above every offset that is known; a new generation, so that
     every session is told 409.
@@ -45,6 +46,7 @@ from storage.identity import mint, new_identity
 from storage.kv import U64, U64_U16, U64_U64, ReadTxn, Space, WriteTxn
 from storage.meta import Ends, Identity, MetaDamaged, read_ends, read_identity
 from storage.names import KEPT_BYTES, key_of
+from storage.outbox.rebuilding import rebuild_outbox
 from storage.records import (
     Record,
     decode_claim,
@@ -161,6 +163,7 @@ class _Rebuild:
         self._write_marks()
         self._write_sessions(records)
         self._write_messages()
+        rebuild_outbox(self.source, self.target, report.say)
         report.head = self.ends.head
         report.lost_entries = sum(high - low + 1 for low, high in self.gone)
         for gap in self.source.gaps:

@@ -197,6 +197,10 @@ def _figures(found: Figures) -> Iterator[tuple[str, str]]:
     yield "inbound QoS 2 ids", str(found.inbound)
     yield "retained", f"{found.retained}, {_size(found.retained_bytes)}"
     yield "wills", str(found.wills)
+    if found.outbox_messages:
+        live = f"{found.outbox_waiting} wait, {found.outbox_claimed} claimed"
+        size = _size(found.outbox_bytes)
+        yield "outbox", f"{found.outbox_messages}: {live}, {found.outbox_dead} dead letters; {size}"
 
 
 def _tell_repair(done: Repaired, kept: Path | None) -> None:

@@ -15,7 +15,8 @@ Rule 2. Extend, Settle and Release state the credential and the time, and hold o
         missing is refused before anything is read. Callers absorb ClaimNotHeld, log it once, never
         retry it, and go on with their batch.
 Rule 3. No operation reads a clock or draws a random number: ``now_ms`` is the caller's.
-Rule 4. What is due is claimed in the order of due time, then id; claims are disjoint.
+Rule 4. What is due is claimed in the order of due time, then id; claims are disjoint. A message
+        whose lease lapsed is claimed alone the next time.
 Rule 5. An attempt is charged when a message is settled or its lease is reaped, not when it is
         claimed or released. The attempt ``attempts_max`` that fails makes it a dead letter.
 Rule 6. Whichever of two operations commits first wins, and the other is refused: settle against

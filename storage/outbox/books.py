@@ -8,7 +8,7 @@ Rule 2. Figures and numbers are read once, kept here while the operation runs, a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from storage.blocks import Damage, decode_message, encode_message
 from storage.errors import MessageDamaged
@@ -63,19 +63,19 @@ def read_queue(txn: ReadTxn, number: int) -> Queue:
 class Books:
     """One operation's view of the outbox. Make it, change rows, ``close`` it."""
 
-    __slots__ = ("_ends", "_queues", "txn")
+    __slots__ = ("_changed", "_ends", "_queues", "txn")
 
     def __init__(self, txn: WriteTxn) -> None:
         self.txn = txn
         self._ends: Ends | None = None
         self._queues: dict[int, Queue] = {}
+        self._changed: set[int] = set()
 
-    @property
-    def ends(self) -> Ends:
-        """The numbers to be given next; whoever takes one counts it up."""
+    def next(self, kind: Literal["message", "claim", "queue", "audit"]) -> int:
+        """Take the next number of a kind."""
         if self._ends is None:
             self._ends = read_ends(self.txn)
-        return self._ends
+        return self._ends.next(kind)
 
     def queue(self, number: int) -> Queue:
         """By its number."""
@@ -94,17 +94,25 @@ class Books:
         found = self.find(name)
         if found is None:
             assert 0 < len(name) <= QUEUE_BYTES_MAX, "a queue's name has 1 to 255 bytes"
-            number = self.ends.queue
-            self.ends.queue += 1
-            self.txn.put(Space.OUTBOX_QUEUE, NAME_PREFIX + name, U64.pack(number))
-            found = self._queues[number] = Queue(name, number)
+            found = self._make(self.next("queue"), name)
         return found
+
+    def _make(self, number: int, name: bytes) -> Queue:
+        self.txn.put(Space.OUTBOX_QUEUE, NAME_PREFIX + name, U64.pack(number))
+        self._changed.add(number)
+        found = self._queues[number] = Queue(name, number)
+        return found
+
+    def restore(self, number: int, name: bytes) -> None:
+        """Make a queue under a number that it had (a repair)."""
+        if self.find(name) is None:
+            self._make(number, name)
 
     def put(self, row: Row, before: Row | None) -> None:
         """Write a message that is new (``before`` None) or moved."""
         txn = self.txn
         new = indexes(row)
-        counts = self.queue(row.queue).counts
+        counts = self._counts(row.queue)
         if before is not None:
             self._drop(row, before, new)
             counts[before.state] -= 1
@@ -135,12 +143,18 @@ class Books:
         if row.has_body:
             self.txn.delete(Space.OUTBOX_BODY, U64.pack(row.id))
         self.txn.delete(Space.OUTBOX, U64.pack(row.id))
-        self.queue(row.queue).counts[row.state] -= 1
+        self._counts(row.queue)[row.state] -= 1
+
+    def _counts(self, queue: int) -> list[int]:
+        """Figures that are about to change."""
+        self._changed.add(queue)
+        return self.queue(queue).counts
 
     def close(self) -> None:
-        """Write figures and numbers."""
+        """Write figures and numbers that changed."""
         put = self.txn.put
-        for number, queue in self._queues.items():
-            put(Space.OUTBOX_QUEUE, FIGURES_PREFIX + U64.pack(number), queue.pack())
+        for number in self._changed:
+            raw = self._queues[number].pack()
+            put(Space.OUTBOX_QUEUE, FIGURES_PREFIX + U64.pack(number), raw)
         if self._ends is not None:
             put(Space.OUTBOX_QUEUE, ENDS_KEY, self._ends.pack())

@@ -187,15 +187,19 @@ class OutboxModel:
         taken: list[Message] = []
         expired: list[int] = []
         taken_bytes = 0
-        is_full = False
+        is_full = is_alone = False
         for _, _, message in due:
+            if is_alone:
+                is_full = True
+                break
             assert message.message is not None
             if _is_over(message, op.now_ms):
                 self._end(message, State.EXPIRED, op.now_ms, failure=Failure.EXPIRED)
                 expired.append(message.id)
                 continue
             taken_bytes += len(message.message.payload)
-            if taken and taken_bytes > op.bytes_max:
+            is_alone = message.failure is Failure.LAPSED
+            if taken and (taken_bytes > op.bytes_max or is_alone):
                 is_full = True
                 break
             changes = {"worker": op.worker, "claim": claim, "until_ms": op.until_ms}

@@ -203,6 +203,12 @@ class Ends:
         self.queue = queue
         self.audit = audit
 
+    def next(self, kind: str) -> int:
+        """Take the next number of a kind."""
+        number: int = getattr(self, kind)
+        setattr(self, kind, number + 1)
+        return number
+
     def pack(self) -> bytes:
         """As stored."""
         return _sealed(_ENDS.pack(_VERSION, self.message, self.claim, self.queue, self.audit), 0)

@@ -201,7 +201,8 @@ class ClaimNext:
     """Acquire what is due, in the order of due time, then id, under one new claim number.
 
     Disjoint: what is claimed is not due. A message whose deadline is over becomes expired instead,
-    one whose body cannot be read becomes dead (UNREADABLE).
+    one whose body cannot be read becomes dead (UNREADABLE). One whose lease lapsed the last time is
+    claimed alone: if it is what killed its worker, it takes no others with it again.
     worker: who acquires. until_ms: end of the lease. limit: 1..CLAIM_MESSAGES_MAX messages are
     looked at; bytes_max: of payloads, but at least one message.
     Outcome: Claimed, or ClaimNotHeld when ``worker`` is missing.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from storage.errors import ClaimNotHeld, MessageDamaged, ReissueRefused
 from storage.kv import U64, U64_U64, Space
 from storage.names import filter_hash
-from storage.outbox.books import Books, body_of, row_of
+from storage.outbox.books import Books, body_of, read_ends, row_of
 from storage.outbox.moves import LIVE, MOVES, Event, Failure, State, Verdict
 from storage.outbox.rows import NO_KEY, Row, decode_audit, encode_audit
 from storage.outbox.vocabulary import (
@@ -146,7 +146,7 @@ def _enqueue(books: Books, op: Enqueue) -> Enqueued:
     if older is not None:
         books.put(_ended(older, Event.SUPERSEDE, op.now_ms), older)
     row = Row(
-        id=_next_message(books),
+        id=books.next("message"),
         state=State.WAITING,
         failure=Failure.NONE,
         has_body=1,
@@ -172,16 +172,10 @@ def _enqueue(books: Books, op: Enqueue) -> Enqueued:
     return Enqueued(row.id, is_new=True, superseded=0 if older is None else older.id)
 
 
-def _next_message(books: Books) -> int:
-    number = books.ends.message
-    books.ends.message += 1
-    return number
-
-
 def _bury(books: Books, letter: DeadLetter, client_id: bytes) -> None:
     """A dead letter of a session."""
     row = Row(
-        id=_next_message(books),
+        id=books.next("message"),
         state=State.DEAD,
         failure=letter.failure,
         has_body=not letter.erase,
@@ -225,8 +219,7 @@ def claim_next(txn: WriteTxn, _: History | None, op: ClaimNext) -> Claimed:
     keys = [key for key, _ in islice(due, op.limit)]
     if not keys:
         return Claimed(())
-    number = books.ends.claim
-    books.ends.claim += 1
+    number = books.next("claim")
     batch = _Acquisition(books, op, queue, number)
     is_full = not all(map(batch.take, keys))
     books.close()
@@ -243,12 +236,15 @@ class _Acquisition:
         self.queue = queue
         self.number = number
         self.room = op.bytes_max
+        self.is_alone = False
         self.messages: list[Message] = []
         self.expired: list[int] = []
         self.unreadable: list[int] = []
 
     def take(self, key: bytes) -> bool:
         """Claim a message that is due, or end it; False if there is no room for it."""
+        if self.is_alone:
+            return False
         books, op = self.books, self.op
         row = _found(books, Space.OUTBOX_DUE, key)
         if row is None:
@@ -264,7 +260,8 @@ class _Acquisition:
             return True
         assert body is not None, "a waiting message has its body"
         self.room -= len(body.payload)
-        if self.room < 0 and self.messages:
+        self.is_alone = row.failure is Failure.LAPSED
+        if self.messages and (self.room < 0 or self.is_alone):
             return False
         claimed = _move(row, Event.CLAIM, until_ms=op.until_ms, worker=op.worker, claim=self.number)
         books.put(claimed, row)
@@ -379,11 +376,8 @@ def expire_messages(txn: WriteTxn, _: History | None, op: ExpireMessages) -> tup
 def purge(txn: WriteTxn, _: History | None, op: Purge) -> Purged:
     """See storage.outbox.Purge."""
     books = Books(txn)
-    only = None if not op.queue else books.find(op.queue)
-    last = books.ends.queue
-    numbers = range(1, last) if not op.queue else [only.number] if only is not None else []
     deleted = 0
-    for number in numbers:
+    for number in _queues(books, op.queue):
         for is_dead, before_ms in ((0, op.done_before_ms), (1, op.dead_before_ms)):
             start = U64.pack(number) + bytes((is_dead,))
             over = txn.scan(Space.OUTBOX_ENDED, start, start + U64.pack(before_ms))
@@ -395,6 +389,14 @@ def purge(txn: WriteTxn, _: History | None, op: Purge) -> Purged:
     audit = _purge_audit(txn, op)
     books.close()
     return Purged(deleted, audit, op.limit in {deleted, audit})
+
+
+def _queues(books: Books, only: bytes) -> range | list[int]:
+    """Numbers of the queue of a name, or of all."""
+    if not only:
+        return range(1, read_ends(books.txn).queue)
+    found = books.find(only)
+    return [] if found is None else [found.number]
 
 
 def _purge_audit(txn: WriteTxn, op: Purge) -> int:
@@ -429,7 +431,7 @@ def reissue(txn: WriteTxn, _: History | None, op: Reissue) -> Reissued:
     if body is None:
         raise ReissueRefused(op.message_id, "erased")
     books = Books(txn)
-    number = _next_message(books)
+    number = books.next("message")
     if 0 < body.expires_ms <= op.now_ms:  # a deadline that is over would end it at once
         body = body._replace(expires_ms=0)
     fresh = old._replace(
@@ -452,8 +454,7 @@ def reissue(txn: WriteTxn, _: History | None, op: Reissue) -> Reissued:
     books.put_body(number, body)
     books.put(fresh, None)
     queue = books.queue(old.queue).name
-    record = AuditRecord(books.ends.audit, op.now_ms, op.actor, queue, old.id, number)
-    books.ends.audit += 1
+    record = AuditRecord(books.next("audit"), op.now_ms, op.actor, queue, old.id, number)
     txn.put(Space.AUDIT, U64.pack(record.number), encode_audit(record))
     books.close()
     return Reissued(number, queue)

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from broker_ext.connection import Connection
 from broker_ext.durable import DurableSession
+from broker_ext.terms import FOR_EVER
 from broker_ext.wire import (
     DISCONNECT,
     Connack,
     Connect,
     ConnectWill,
     Decoder,
+    Properties,
     Puback,
     Pubcomp,
     Publish,
@@ -29,6 +31,7 @@ from broker_ext.wire import (
     Unsubscribe,
     encode,
 )
+from broker_ext.wire.properties import MESSAGE_EXPIRY_S, SESSION_EXPIRY_S
 from tests.exploration.choices import Option
 
 if TYPE_CHECKING:
@@ -53,12 +56,20 @@ __all__ = [
 
 
 class Outgoing(NamedTuple):
-    """A message that its publisher has not seen acknowledged to the end."""
+    """A message that its publisher has not seen acknowledged to the end. expires_s: 0 = never."""
 
     topic: bytes
     payload: bytes
     qos: int
+    expires_s: int = 0
     released: bool = False
+
+    def packet(self, packet_id: int, *, retain: bool = False, dup: bool = False) -> Publish:
+        pairs = ((MESSAGE_EXPIRY_S, self.expires_s),) if self.expires_s else ()
+        flags = dup << 3 | self.qos << 1 | retain
+        return Publish(
+            flags, self.topic, packet_id, self.payload, Properties(pairs) if pairs else None
+        )
 
 
 class Identity:
@@ -114,15 +125,17 @@ def unsubscribe(*filters: bytes) -> Step:
     return Step(f"UNSUBSCRIBE {filters}", _accepted, do)
 
 
-def publish(topic: bytes, qos: int = 1, *, retain: bool = False) -> Step:
+def publish(topic: bytes, qos: int = 1, *, retain: bool = False, expires_s: int = 0) -> Step:
+    """expires_s: Message Expiry Interval (the link speaks MQTT 5)."""
+
     def do(link: Link) -> None:
         identity = link.identity
-        message = Outgoing(topic, identity.payload(), qos)
+        message = Outgoing(topic, identity.payload(), qos, expires_s)
         packet_id = identity.packet_id() if qos else 0
         if qos:
             identity.outgoing[packet_id] = message
         link.world.ledger.sent(link, message, retain=retain)
-        link.send(Publish(qos << 1 | retain, topic, packet_id, message.payload))
+        link.send(message.packet(packet_id, retain=retain))
 
     return Step(f"PUBLISH {topic.decode()} QoS {qos}", _accepted, do)
 
@@ -211,6 +224,7 @@ class Link:
     arrived: number of its CONNECT among those that were authenticated, 0 = not yet.
     pipelines: it sends its script right behind the CONNECT. droppable: it may be lost at any time.
     claims_max: deliveries that may be claimed for it, 0 = as many as usual.
+    version: 4, or 5. will_delay_s: of its will (MQTT 5). ended_ms: when the broker saw it end.
     """
 
     def __init__(
@@ -226,6 +240,8 @@ class Link:
         pipelines: bool = False,
         droppable: bool = False,
         claims_max: int = 0,
+        version: int = 4,
+        will_delay_s: int = 0,
     ) -> None:
         self.world = world
         self.name = name
@@ -237,9 +253,12 @@ class Link:
         self.pipelines = pipelines
         self.droppable = droppable
         self.claims_max = claims_max
+        self.version = version
+        self.will_delay_s = will_delay_s
+        self.ended_ms = 0
         self.connection: Connection | None = None
         self.session: Session | None = None
-        self.decoder = Decoder(server=False)
+        self.decoder = Decoder(server=False, version=version)
         self.out: deque[bytes] = deque()
         self.asked: deque[Subscribe | Unsubscribe] = deque()
         self.received: list[Publish] = []
@@ -317,9 +336,18 @@ class Link:
         self.connection = Connection(
             self.world.hub, self, FakeGuard(self.world, self), peername=self.name
         )
-        connect = Connect(4, self.identity.client_id, clean_start=self.clean, will=self.will)
+        properties = None
+        if self.version == 5 and not self.clean:
+            properties = Properties(((SESSION_EXPIRY_S, FOR_EVER),))
+        connect = Connect(
+            self.version,
+            self.identity.client_id,
+            clean_start=self.clean,
+            will=self.will,
+            properties=properties,
+        )
         self.world.ledger.dialled(self)
-        self.out.append(encode(connect))
+        self.send(connect)
 
     def lose(self) -> None:
         """The socket is gone, and the broker is told."""
@@ -352,7 +380,7 @@ class Link:
     # ------------------------------------------------------------------------- the client
 
     def send(self, packet: Packet) -> None:
-        self.out.append(encode(packet))
+        self.out.append(encode(packet, self.version))
 
     def asks(self, packet: Subscribe | Unsubscribe) -> None:
         self.asked.append(packet)
@@ -394,8 +422,7 @@ class Link:
             if message.released:
                 self.send(Pubrel(packet_id))
             else:
-                flags = 8 | message.qos << 1
-                self.send(Publish(flags, message.topic, packet_id, message.payload))
+                self.send(message.packet(packet_id, dup=True))
 
     def _receive_publish(self, packet: Publish) -> None:
         self.received.append(packet)

@@ -344,6 +344,21 @@ def _table() -> Iterator[Mutation]:
         ),
     )
     yield Mutation(
+        "wills: one that waits for its delay is published at once",
+        "wills_with_a_delay",
+        source(Wills, "ended", "if end.publish_will and delay_s:", "if False:"),
+    )
+    yield Mutation(
+        "wills: one that waits is forgotten by a clean start",
+        "wills_with_a_delay",
+        source(Wills, "returned", "waiting.orphan or not (clean or", "True or (clean or"),
+    )
+    yield Mutation(
+        "session: what has expired is sent",
+        "messages_that_expire",
+        source(DurableSession, "_may_send", "flight.dup or not", "True or not"),
+    )
+    yield Mutation(
         "connection: acknowledgements do not wait for the commit",
         "qos2_both_ways_across_connections",
         _acknowledge_at_once,

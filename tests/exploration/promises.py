@@ -24,6 +24,7 @@ from broker_ext.wire import (
     Subscribe,
     Unsuback,
 )
+from broker_ext.wire.properties import MESSAGE_EXPIRY_S
 from storage.api import (
     HELD,
     RECEIVED,
@@ -127,6 +128,7 @@ class Ledger:
         self._delivered: dict[tuple[bytes, bytes], int] = {}
         self._order: dict[tuple[bytes, bytes, int], int] = {}
         self._wills: set[bytes] = set()
+        self._deadlines: dict[bytes, int] = {}
         self.sessions: list[Session] = []
         self.orphans: dict[bytes, set[int]] = {}
         """Wills of connections that died with the broker -> how often they may be published."""
@@ -151,6 +153,10 @@ class Ledger:
 
         def published(topic: bytes, payload: bytes, *rest: object, **more: object) -> bool:
             self._published[payload] = self._published.get(payload, 0) + 1
+            self._delayed_will(payload)
+            if expires_ms := more.get("expires_ms"):
+                assert isinstance(expires_ms, int)
+                self._deadlines[payload] = expires_ms
             return publish(topic, payload, *rest, **more)  # type: ignore[arg-type]
 
         setattr(hub.committer, "append", watched)  # noqa: B010 - a method is not assigned to
@@ -188,7 +194,7 @@ class Ledger:
         """A PUBLISH is on its way: who is owed it, if it is acknowledged."""
         del link, retain
         self._topics[message.payload] = (message.topic, message.qos)
-        if not message.qos:
+        if not message.qos or message.expires_s:
             return
         for client_id, belief in self._beliefs.items():
             for topic_filter in belief.base:
@@ -284,6 +290,7 @@ class Ledger:
             if (
                 entry.offset <= cursor
                 and entry.offset not in record.claimed
+                and not self._has_expired(entry.payload)
                 and any(_wants(sub, entry) for sub in after.subscriptions)
             ):
                 if entry.offset <= before.consumer.cursor:
@@ -326,6 +333,8 @@ class Ledger:
         record = self._record(link)
         if link.will is not None and session.incarnation not in self.world.store.memory.wills:
             self.broken(f"P9: {link} was accepted before its will was stored")
+        if link.clean and not self.world.guarded:
+            self._look_at_wills_before(link)
         if not isinstance(session, DurableSession):
             if record is not None:
                 self.broken(f"P7: {link} started clean before the old record was deleted")
@@ -428,6 +437,9 @@ class Ledger:
     def _write_publish(self, link: Link, packet: Publish) -> None:
         client_id, payload = link.identity.client_id, packet.payload
         self._delivered.setdefault((client_id, payload), 0)
+        left_s = packet.properties.get(MESSAGE_EXPIRY_S) if packet.properties else None
+        if left_s == 0 and not packet.dup:  # as it was when it was handed to the connection
+            self.broken(f"{link}: {payload!r} was sent when its time was over")
         if not packet.qos or link.clean:
             self._count(link, packet)
             return
@@ -450,6 +462,9 @@ class Ledger:
         if not packet.retain:
             self._first_or_again(link, packet, delivery.offset)
         self._count(link, packet)
+
+    def _has_expired(self, payload: bytes) -> bool:
+        return self._deadlines.get(payload, 1 << 62) <= self.world.clock.now_ms()
 
     def _first_or_again(self, link: Link, packet: Publish, offset: int) -> None:
         client_id, payload = link.identity.client_id, packet.payload
@@ -494,6 +509,9 @@ class Ledger:
         for session in owners.values():
             if session.sealed:
                 self.broken(f"P7: {session!r} is sealed and still the owner")
+        for link in self.world.links:
+            if link.connection is not None and link.connection.ended and not link.ended_ms:
+                link.ended_ms = self.world.clock.now_ms()
         if self.world.loop.errors:
             self.violations += [f"loop: {error}" for error in self.world.loop.errors]
 
@@ -562,6 +580,9 @@ class Ledger:
         for link in self.world.links:
             if link.will is None or link.connection is None:
                 continue
+            if link.will_delay_s:
+                self._look_at_delayed_will(link)
+                continue
             ended = link.connection.ended
             due = link.session is not None and ended is not None and ended.publish_will
             times = self._published.get(link.will.payload, 0)
@@ -575,6 +596,65 @@ class Ledger:
         connected = {link.session.incarnation for link in self.world.links if link.session}
         if stored - connected:
             self.broken("P9: a will is stored that belongs to nobody")
+
+    def _look_at_delayed_will(self, link: Link) -> None:
+        """It is waiting, or was published, or its client came back or said goodbye."""
+        ended = link.connection.ended if link.connection is not None else None
+        assert link.will is not None
+        times = self._published.get(link.will.payload, 0)
+        waits = link.session is not None and (
+            link.session.incarnation in self.world.store.memory.wills
+        )
+        if times + waits > 1:
+            self.broken(f"P9: the will of {link} was published {times} times, and waits: {waits}")
+        if link.session is None or ended is None or not ended.publish_will:
+            if times or waits != (link.session is not None and ended is None):
+                self.broken(f"P9: the will of {link} was published, or is stored")
+        elif not (times or waits or self._came_back(link)):
+            self.broken(f"P9: the will of {link} is lost")
+
+    def _came_back(self, link: Link, before: int = 1 << 62) -> bool:
+        """Whether its client was accepted after it, in the same session."""
+        return any(
+            other.identity is link.identity
+            and link.arrived < other.arrived < before
+            and other.session is not None
+            and not other.clean
+            for other in self.world.links
+        )
+
+    def _look_at_wills_before(self, link: Link) -> None:
+        """A clean start was accepted: the session has ended, so no will of it waits."""
+        for other in self.world.links:
+            ended = other.connection.ended if other.connection is not None else None
+            if (
+                other.identity is link.identity
+                and 0 < other.arrived < link.arrived
+                and other.will is not None
+                and other.will_delay_s
+                and other.session is not None
+                and ended is not None
+                and ended.publish_will
+                and not self._published.get(other.will.payload)
+                and not self._came_back(other, link.arrived)
+            ):
+                self.broken(f"P9: the will of {other} was lost by a clean start")
+
+    def _delayed_will(self, payload: bytes) -> None:
+        """A message is published: if it is a will that waits, its time must have come."""
+        for link in self.world.links:
+            if link.will is None or link.will.payload != payload or not link.will_delay_s:
+                continue
+            due_ms = link.ended_ms + link.will_delay_s * 1000
+            is_over = link.ended_ms and due_ms <= self.world.clock.now_ms()
+            if not (is_over or link.clean or self._starts_clean_after(link)):
+                self.broken(f"P9: the will of {link} was published before its delay was over")
+
+    def _starts_clean_after(self, link: Link) -> bool:
+        return any(
+            other.clean and other.identity is link.identity and other.arrived > link.arrived
+            for other in self.world.links
+        )
 
     # --------------------------------------------------------------------------- at the end
 

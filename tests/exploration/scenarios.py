@@ -327,6 +327,58 @@ def messages_while_subscriptions_change(world: World) -> None:
     )
 
 
+# ------------------------------------------------------------------------------- MQTT 5
+
+
+@scenario(faults=1)
+def wills_with_a_delay(world: World) -> None:
+    """A return, a takeover, a clean start and a crash of the store while wills wait."""
+    world.link("watch/1", subscribe((b"will/#", 1)), settled())
+    delayed: dict[str, Any] = {"version": 5, "will_delay_s": 2}
+    world.link("dev/1", asked("watch/1"), will=b"will/1", droppable=True, **delayed)
+    world.link("dev/2", accepted("dev/1"), drop(), will=b"will/2", **delayed)
+    world.link("dev/3", accepted("dev/1"), disconnect(), will=b"will/3", **delayed)
+    world.link("dev/4", over("dev/1"), will=b"will/4", clean=True, droppable=True, **delayed)
+    _time_passes(world, 2.5)
+
+
+@scenario(faults=1, guarded=True, slow=frozenset({"may_publish_will"}))
+def wills_with_a_delay_that_wait_for_a_plugin(world: World) -> None:
+    delayed: dict[str, Any] = {"version": 5, "will_delay_s": 2}
+    world.link("dev/1", drop(), will=b"will/1", **delayed)
+    world.link("dev/2", over("dev/1"), drop(), will=b"will/2", **delayed)
+    _time_passes(world, 2.5)
+
+
+@scenario(settings=Settings(max_inflight=1), faults=1)
+def messages_that_expire(world: World) -> None:
+    """While they wait for the window, for a commit, for their subscriber."""
+    world.link("dev/1", subscribe((b"t", 2)), settled(), droppable=True, version=5)
+    world.link(
+        "pub/1",
+        asked("dev/1"),
+        *(publish(b"t", 1 + n % 2, expires_s=1 + n) for n in range(4)),
+        publish(b"t", 1),
+        version=5,
+    )
+    world.link("dev/2", until("delivered", lambda w: bool(_link(w, "dev/1").received)), version=5)
+    _time_passes(world, 1.1)
+
+
+@scenario(faults=1)
+def a_session_of_both_versions(world: World) -> None:
+    """3.1.1 and 5 in turn, with QoS 2 both ways."""
+    world.link("dev/1", subscribe((b"t", 2)), publish(b"t", 2), droppable=True, version=5)
+    world.link("dev/2", accepted("dev/1"), publish(b"t", 2), droppable=True)
+    world.link("dev/3", over("dev/1"), unsubscribe(b"u"), publish(b"t", 1), version=5)
+
+
+def _time_passes(world: World, seconds: float) -> None:
+    for n in range(2):
+        world.event(f"time passes {n}", lambda _: True, lambda w: w.loop.pass_time(seconds))
+        world.event(f"wills {n}", lambda _: True, lambda w: w.hub.wills.publish_due())
+
+
 # ------------------------------------------------- somebody who writes past the registry
 
 

@@ -10,7 +10,8 @@ from broker_ext.hub import Hub
 from broker_ext.seam import Seam
 from broker_ext.session import End, Grant
 from broker_ext.settings import Settings
-from broker_ext.wire import ConnectWill
+from broker_ext.wire import ConnectWill, Properties
+from broker_ext.wire.properties import WILL_DELAY_S
 from storage.api import Acquire, Advance, Batch, Entry, Prune, StoreWill, Will
 from storage.errors import StoreError
 from tests.exploration.choices import Chooser, Option, Usual
@@ -100,6 +101,8 @@ class World:
         client_id = name.partition("/")[0].encode()
         identity = self.identities.setdefault(client_id, Identity(client_id))
         message = ConnectWill(will, b"will-" + name.encode(), 1, retain=False) if will else None
+        if message is not None and (delay_s := facts.get("will_delay_s")):
+            message = message._replace(properties=Properties(((WILL_DELAY_S, delay_s),)))
         link = Link(self, name, identity, steps, will=message, **facts)
         self.links.append(link)
         return link
@@ -307,7 +310,7 @@ class World:
             name = client_id.decode()
             last = [link for link in self.links if link.identity.client_id == client_id][-1]
             if not last.clean:
-                self.link(f"{name}/last", user=last.user)
+                self.link(f"{name}/last", user=last.user, version=last.version)
         self.rest(Usual())
         self.ledger.look_at_deliveries()
         for link in self.links:
