@@ -21,6 +21,7 @@ from broker_ext.wire import TopicNames
 from storage.api import Expire, Prune, Pruned
 from storage.committer import Committer
 from storage.errors import StoreError
+from storage.roles import Handles
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -60,6 +61,8 @@ class Hub:
         self.store = store
         self.settings = settings
         self.clock = clock
+        self.handles = Handles(store, clock)
+        """Of the outbox; the hub gives them away by role."""
         self.figures = Figures()
         self.names = TopicNames()
         self.connections: set[Connection] = set()
@@ -140,11 +143,13 @@ class Hub:
         await self.wills.settle()
         await self._drain()
         self.committer.close()
+        self.handles.close()
         await self.store.close()
 
     async def _drain(self) -> None:
         try:
             await asyncio.wait_for(self.committer.drain(), DRAIN_S)
+            await asyncio.wait_for(self.handles.drain(), DRAIN_S)
         except TimeoutError:
             # no traceback: it says nothing about the disk
             log.error(  # noqa: TRY400

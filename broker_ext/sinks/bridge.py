@@ -18,7 +18,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
+import ssl
+import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import paho.mqtt.client as mqtt
@@ -40,8 +41,6 @@ from storage.api import RETAINED
 from storage.outbox import Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from paho.mqtt.reasoncodes import ReasonCode
 
     from broker_ext.sinks.settings import BridgeSettings
@@ -56,8 +55,8 @@ BACK_OFF_S: Final = (1.0, 60.0)
 SESSION_S: Final = 24 * 3600
 """How long the other broker is asked to keep the session (MQTT 5)."""
 LOSSES_MAX: Final = 3
-GOODBYE_S: Final = 1.0
-"""How long the other broker may take to close the connection after our DISCONNECT."""
+MISC_S: Final = 1.0
+"""How often paho looks at its keep alive."""
 
 _QUOTA_EXCEEDED: Final = 0x97
 _REJECTED: Final = frozenset({0x87, 0x90, 0x95, 0x99})
@@ -79,7 +78,8 @@ class _Flight(NamedTuple):
 
 
 class Bridge:
-    """The sender of one bridge sink. paho's network thread hands everything to the event loop."""
+    """The sender of one bridge sink. paho runs in the event loop, without a thread of its own: so
+    it has sent again what was under way when the CONNACK is told, and nothing comes before that."""
 
     ordered = True
 
@@ -90,14 +90,16 @@ class Bridge:
         self._client_id = settings.client_id or client_id
         self._password: str | None = None
         self._client: mqtt.Client
-        self._round = 0
         self._is_new = True
         self._flying: dict[int, _Flight] = {}
+        self._waiting: list[_Flight] = []
         self._losses = 0
         self._connected = asyncio.Event()
         self._answer: asyncio.Future[str] | None = None
         self._lost = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._watched: int | None = None
+        self._connecting = False
         self._told = ""
         self._loop = asyncio.get_running_loop()
 
@@ -126,34 +128,6 @@ class Bridge:
             client.username_pw_set(settings.username, self._password)
         if settings.tls is not None:
             client.tls_set_context(tls_context(settings.tls))
-        self._is_new = True
-        self._round += 1
-        number = self._round
-
-        def hand_over(call: Callable[..., None], *arguments: Any) -> None:
-            """From paho's thread to the loop; of an older client nothing is heard any more."""
-
-            def handed() -> None:
-                if number == self._round:
-                    call(*arguments)
-
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(handed)
-
-        def on_connect(
-            _: mqtt.Client, __: Any, ___: Any, reason: ReasonCode, properties: Properties | None
-        ) -> None:
-            most = getattr(properties, "ReceiveMaximum", 65_535)
-            hand_over(self._on_connack, str(reason) if reason.is_failure else "", int(most))
-
-        def on_disconnect(*_: Any) -> None:
-            hand_over(self._on_lost)
-
-        def on_publish(
-            _: mqtt.Client, __: Any, packet_id: int, reason: ReasonCode, ___: Any
-        ) -> None:
-            hand_over(self._on_settled, packet_id, int(reason.value))
-
         properties = None
         if is_5:
             properties = Properties(PacketTypes.CONNECT)  # type: ignore[no-untyped-call]
@@ -164,9 +138,11 @@ class Bridge:
             settings.keep_alive,
             properties=properties,
         )
-        client.on_connect = on_connect
-        client.on_disconnect = on_disconnect
-        client.on_publish = on_publish
+        client.on_connect = self._on_connack
+        client.on_disconnect = self._on_lost
+        client.on_publish = self._on_settled
+        client.on_socket_close = self._on_socket_close
+        self._is_new = True
         return client
 
     async def _keep_connected(self) -> None:
@@ -178,13 +154,14 @@ class Bridge:
                 self._is_new = False
                 self._tell("")
                 self._connected.set()
-                await self._lost.wait()
+                self._publish_waiting()
+                await self._until_lost()
                 self._connected.clear()
                 failed = "the connection was lost"
-                await self._hang_up()
+                self._hang_up()
                 self._count_loss()
             else:
-                await self._hang_up()
+                self._hang_up()
                 if self._is_new:
                     self._replace()  # only the first CONNECT of a client is a clean start
             self._tell(failed)
@@ -195,30 +172,110 @@ class Bridge:
         """Connect once; returns why it failed, "" if it did not."""
         self._lost.clear()
         self._answer = self._loop.create_future()
+        self._connecting = True
         try:
-            await asyncio.to_thread(self._client.reconnect)
+            await self._reconnect()
         except OSError as error:
             return f"no connection ({error.strerror or type(error).__name__})"
-        self._client.loop_start()
+        finally:
+            self._connecting = False
+        self._watch()
+        if not self._watched:
+            return "the connection was closed"
         try:
             return await asyncio.wait_for(self._answer, self._settings.timeout)
         except TimeoutError:
             return "no answer to CONNECT"
 
-    async def _hang_up(self) -> None:
-        """Have paho's thread end. It would wait for what is under way, were the socket open."""
-        opened = self._client.socket()
-        if isinstance(opened, socket.socket):  # SSLSocket is one
-            with contextlib.suppress(OSError):  # it is closed
-                opened.shutdown(socket.SHUT_RDWR)
-        await asyncio.to_thread(self._client.loop_stop)
+    async def _reconnect(self) -> None:
+        """Paho connects, and shakes hands for TLS, while its caller waits: in a thread, which a
+        stop does not wait for. Nothing else touches the client meanwhile."""
+        client = self._client
+        connected: asyncio.Future[None] = self._loop.create_future()
 
-    def _on_connack(self, refused: str, receive_max: int) -> None:
+        def tell(error: Exception | None) -> None:
+            if connected.done():  # we did not wait for it
+                _close(client)
+            elif error is not None:
+                connected.set_exception(error)
+            else:
+                connected.set_result(None)
+
+        def work() -> None:
+            failed: Exception | None = None
+            try:
+                client.reconnect()
+            except Exception as error:  # noqa: BLE001 - raised where it is waited for
+                failed = error
+            try:
+                self._loop.call_soon_threadsafe(tell, failed)
+            except RuntimeError:  # the loop is closed
+                _close(client)
+
+        threading.Thread(target=work, name=f"bridge-{self._settings.name}", daemon=True).start()
+        await connected
+
+    def _watch(self) -> None:
+        """Have the loop say when the socket can be read, and written if there is something."""
+        opened = self._client.socket()
+        if opened is None:
+            return
+        self._watched = opened.fileno()
+        self._loop.add_reader(self._watched, self._readable)
+        self._look_at_writes()
+
+    def _look_at_writes(self) -> None:
+        if self._watched is None:
+            return
+        if self._client.want_write():
+            self._loop.add_writer(self._watched, self._writable)
+        else:
+            self._loop.remove_writer(self._watched)
+
+    def _readable(self) -> None:
+        opened = self._client.socket()
+        while opened is not None:
+            self._client.loop_read()
+            opened = self._client.socket()
+            # of what TLS has decrypted already no selector tells
+            if not (isinstance(opened, ssl.SSLSocket) and opened.pending()):
+                break
+        self._look_at_writes()
+
+    def _writable(self) -> None:
+        self._client.loop_write()
+        self._look_at_writes()
+
+    def _on_socket_close(self, *_: Any) -> None:
+        watched, self._watched = self._watched, None
+        if watched is not None:
+            self._loop.remove_reader(watched)
+            self._loop.remove_writer(watched)
+
+    async def _until_lost(self) -> None:
+        """Keep it alive until it is lost."""
+        while not self._lost.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), MISC_S)
+            self._client.loop_misc()
+            self._look_at_writes()
+
+    def _hang_up(self) -> None:
+        """Let go of a connection that is lost, or refused, or silent."""
+        self._on_socket_close()
+        _close(self._client)
+
+    def _on_connack(
+        self, _: mqtt.Client, __: Any, ___: Any, reason: ReasonCode, properties: Properties | None
+    ) -> None:
+        receive_max = int(getattr(properties, "ReceiveMaximum", 65_535))
         self.window = min(self._settings.inflight, receive_max)
         if self._answer is not None and not self._answer.done():
-            self._answer.set_result(f"refused: {refused}" if refused else "")
+            self._answer.set_result(f"refused: {reason}" if reason.is_failure else "")
 
-    def _on_lost(self) -> None:
+    def _on_lost(self, *_: Any) -> None:
+        if self._connecting:
+            return  # in the thread that connects; it tells by an error
         self._lost.set()
         if self._answer is not None and not self._answer.done():
             self._answer.set_result("closed instead of an answer to CONNECT")
@@ -240,12 +297,9 @@ class Bridge:
 
     def _replace(self) -> None:
         """Go on with another client, which knows nothing yet."""
-        flights = list(self._flying.values())
+        self._waiting[:0] = self._flying.values()
         self._flying.clear()
         self._client = self._made()
-        for flight in flights:
-            if not flight.settled.done():
-                self._publish(flight)
 
     def _tell(self, failed: str) -> None:
         """Say it once when the connection is gone, and once when it is there."""
@@ -265,8 +319,17 @@ class Bridge:
 
     async def send(self, out: Outgoing) -> Sent:
         flight = _Flight(out, self._loop.create_future())
-        self._publish(flight)
+        if self._connected.is_set():
+            self._publish(flight)
+        else:  # before CONNACK paho would send it ahead of what was under way
+            self._waiting.append(flight)
         return await flight.settled
+
+    def _publish_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for flight in waiting:
+            if not flight.settled.done():
+                self._publish(flight)
 
     def _publish(self, flight: _Flight) -> None:
         message = flight.out.message
@@ -289,14 +352,18 @@ class Bridge:
             flight.settled.set_result(Sent(Failure.UNAVAILABLE, "no packet id is free"))
             return
         self._flying[info.mid] = flight
+        self._look_at_writes()
 
-    def _on_settled(self, packet_id: int, reason: int) -> None:
+    def _on_settled(
+        self, _: mqtt.Client, __: Any, packet_id: int, reason: ReasonCode, ___: Any
+    ) -> None:
         self._losses = 0
         flight = self._flying.pop(packet_id, None)
         if flight is None or flight.settled.done():
             return
-        failure = failure_of(reason)
-        flight.settled.set_result(Sent(failure, f"reason 0x{reason:02X}") if failure else DONE)
+        code = int(reason.value)
+        failure = failure_of(code)
+        flight.settled.set_result(Sent(failure, f"reason 0x{code:02X}") if failure else DONE)
 
     async def close(self) -> None:
         keeping, self._keeping = self._keeping, None
@@ -304,12 +371,17 @@ class Bridge:
             return
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        if self._connected.is_set() and not self._lost.is_set():
+        if self._watched is not None:
             self._client.disconnect()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), GOODBYE_S)
-        self._round += 1  # nothing is heard any more
-        await self._hang_up()
+        self._hang_up()
+
+
+def _close(client: mqtt.Client) -> None:
+    """Close what a client has open. paho does that itself when it is told to disconnect, unless
+    there is something that it cannot write."""
+    opened = client.socket()
+    if opened is not None:
+        opened.close()
 
 
 def _forwarded(message: Entry, expires_s: int) -> Properties | None:

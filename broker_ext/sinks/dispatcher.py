@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import random
 import traceback
 from collections import deque
 from dataclasses import dataclass, field
@@ -25,39 +23,27 @@ from typing import TYPE_CHECKING, Any, Final
 from broker_ext.figures import SinkFigures
 from broker_ext.sinks.pace import Pace
 from broker_ext.sinks.sender import Outgoing, Sent
-from storage.errors import ClaimNotHeld, StoreError
-from storage.outbox import (
-    CLAIM_MESSAGES_MAX,
-    ENDED,
-    WORKER_BYTES,
-    Claimed,
-    ClaimNext,
-    Extend,
-    Failure,
-    Release,
-    Schedule,
-    Settle,
-    State,
-    Verdict,
-)
+from storage.errors import StoreError
+from storage.outbox import CLAIM_MESSAGES_MAX, ENDED, Failure, State
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
     from broker_ext.sinks.sender import Sender
-    from storage.committer import Committer
-    from storage.outbox import Message
+    from storage.clock import Clock
+    from storage.outbox import Message, OutboxReads
+    from storage.roles import Worker
 
-__all__ = ["LEASE_MS", "Dispatcher"]
+__all__ = ["Dispatcher"]
 
 log = logging.getLogger("amqtt_durable.sinks")
 
-LEASE_MS: Final = 30_000
-"""How long a message of a worker that vanished waits. It is extended every third of it."""
 LOOK_S: Final = 5.0
 """How often an idle dispatcher looks by itself: for what was reissued, or reaped."""
 STORE_S: Final = 1.0
 """Pause after the store could not be written."""
+SETTLED_S: Final = 1.0
+"""How long a stop waits for the last settlements; what the committer has is written in any case."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,44 +69,38 @@ class Dispatcher:
         self,
         name: str,
         sender: Sender,
-        committer: Committer,
+        worker: Worker,
+        outbox: OutboxReads,
+        clock: Clock,
         *,
-        schedule: Schedule,
         event_id: Callable[[Message], str],
         figures: SinkFigures | None = None,
         on_ended: Callable[[int], None] = lambda _: None,
-        lease_ms: int = LEASE_MS,
-        chance: Callable[[], float] = random.random,
     ) -> None:
         self.name = name
-        self.queue = name.encode()
-        self.worker = os.urandom(WORKER_BYTES)
         self.figures = figures or SinkFigures()
         self.pace = Pace()
         self._sender = sender
-        self._committer = committer
-        self._outbox = committer.store.outbox
-        self._clock = committer.clock
-        self._schedule = schedule
+        self._worker = worker
+        self._outbox = outbox
+        self._clock = clock
         self._event_id = event_id
         self._on_ended = on_ended
-        self._lease_ms = lease_ms
-        self._chance = chance
         self._held: dict[_Held, None] = {}
         self._waiting: deque[_Held] = deque()
         self._running = 0
-        self._settling = 0
         self._wake = asyncio.Event()
         self._stopping = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._loops: list[asyncio.Task[None]] = []
+        self._sends: set[asyncio.Task[None]] = set()
+        self._writes: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------------ life cycle
 
     def start(self) -> None:
         """Begin to claim."""
-        self._tasks = [
-            asyncio.ensure_future(self._run()),  # the first: it is waited for at the stop
+        self._loops = [
+            asyncio.ensure_future(self._run()),
             asyncio.ensure_future(self._keep_leases()),
         ]
 
@@ -132,22 +112,22 @@ class Dispatcher:
         """Claim no more, give back what was not begun, let what is under way end for ``grace_s``.
         What has not ended then is cancelled, and left to its lease."""
         self._stopping.set()
-        self._wake.set()
-        if not self._tasks:
-            return
-        await asyncio.wait(self._tasks[:1], timeout=grace_s)
+        claiming = self._loops[:1]
+        for task in claiming:
+            task.cancel()  # what is claimed for it now is released by the worker
+        await asyncio.gather(*claiming, return_exceptions=True)
         self._give_back()
-        sends = [held.task for held in self._held if held.task is not None]
-        if sends:
-            await asyncio.wait(sends, timeout=grace_s)
+        if self._sends:
+            await asyncio.wait(self._sends, timeout=grace_s)
+        if self._writes:
+            await asyncio.wait(self._writes, timeout=SETTLED_S)
         await self.abandon()
 
     async def abandon(self) -> None:
         """Stop at once: whatever is held is left to its lease."""
         self._stopping.set()
-        sends = [held.task for held in self._held if held.task is not None]
-        tasks = [*self._tasks, *sends]
-        self._tasks = []
+        tasks = [*self._loops, *self._sends, *self._writes]
+        self._loops = []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -155,7 +135,7 @@ class Dispatcher:
     # -------------------------------------------------------------------------- claiming
 
     async def _run(self) -> None:
-        while not self._stopping.is_set():
+        while True:
             self._wake.clear()
             try:
                 wait_s = await self._turn()
@@ -167,38 +147,31 @@ class Dispatcher:
                 log.error("sink %r: %s", self.name, _where(error))  # noqa: TRY400 - P13
                 wait_s = STORE_S
             if wait_s is not None:
-                await self._first(self._wake.wait(), wait_s)
+                try:
+                    await asyncio.wait_for(self._wake.wait(), wait_s)
+                except TimeoutError:
+                    continue
 
     async def _turn(self) -> float | None:
         """Claim once. Returns how long to wait for a wake-up, None = not at all."""
-        await self._first(self._sender.ready())
-        if self._stopping.is_set():
-            return None
+        await self._sender.ready()
         now_ms = self._clock.now_ms()
         room = self._room(now_ms)
         if room <= 0:
             pause_ms = self.pace.until_ms - now_ms
             return pause_ms / 1000 if pause_ms > 0 else LOOK_S
-        until_ms = now_ms + self._lease_ms
-        outcome = await self._committer.apply(
-            ClaimNext(
-                self.queue, self.worker, now_ms, until_ms, limit=min(room, CLAIM_MESSAGES_MAX)
-            )
-        )
-        assert isinstance(outcome, Claimed)
-        for message in outcome.messages:
+        until_ms = now_ms + self._worker.lease_ms
+        claimed = await self._worker.claim(limit=min(room, CLAIM_MESSAGES_MAX))
+        for message in claimed.messages:
             held = _Held(message, until_ms)
             self._held[held] = None
             self._waiting.append(held)
-        for ended in (outcome.expired, outcome.unreadable):
-            for _ in ended:
-                self._on_ended(0)
-        self.figures.expired += len(outcome.expired)
-        self._tell_unreadable(outcome.unreadable)
-        if self._stopping.is_set():
-            return None
+        for _ in claimed.expired + claimed.unreadable:
+            self._on_ended(0)
+        self.figures.expired += len(claimed.expired)
+        self._tell_unreadable(claimed.unreadable)
         self._begin()
-        if outcome.messages or outcome.more:
+        if claimed.messages or claimed.more:
             return None
         return await self._due_in_s()
 
@@ -213,20 +186,10 @@ class Dispatcher:
 
     async def _due_in_s(self) -> float:
         for backlog in await self._outbox.backlog():
-            if backlog.queue == self.queue and backlog.oldest_due_ms:
+            if backlog.queue == self._worker.queue and backlog.oldest_due_ms:
                 due_ms = backlog.oldest_due_ms - self._clock.now_ms()
                 return min(max(due_ms / 1000, 0.0), LOOK_S)
         return LOOK_S
-
-    async def _first(self, what: Coroutine[Any, Any, Any], timeout_s: float | None = None) -> None:
-        """Wait for something, for the stop, or for a time."""
-        waits = [asyncio.ensure_future(what), asyncio.ensure_future(self._stopping.wait())]
-        try:
-            await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
-            await asyncio.gather(*waits, return_exceptions=True)
 
     def _tell_unreadable(self, ids: tuple[int, ...]) -> None:
         for number in ids:
@@ -242,88 +205,81 @@ class Dispatcher:
 
     def _begin(self) -> None:
         """Begin what there is room for."""
+        if self._stopping.is_set():
+            return
         allowed = self.pace.room(self._sender.window, self._clock.now_ms())
         while self._waiting and self._running < allowed:
             held = self._waiting.popleft()
-            if held not in self._held:
+            if held.lost:
+                del self._held[held]
                 continue
             self._running += 1
             held.round = self.pace.round
-            held.task = asyncio.ensure_future(self._send(held))
+            held.task = _kept(self._sends, self._deliver(held))
 
-    async def _send(self, held: _Held) -> None:
-        message = held.message
-        body = message.message
-        assert body is not None, "a live message has a body"
+    async def _deliver(self, held: _Held) -> None:
         try:
-            if body.expires_ms and body.expires_ms <= self._clock.now_ms():
-                sent = Sent(Failure.EXPIRED, "its deadline is over")
-            else:
-                out = Outgoing(
-                    message.id,
-                    self._event_id(message),
-                    message.attempts + 1,
-                    message.created_ms,
-                    body,
-                )
-                sent = await self._sender.send(out)
-        except Exception as error:  # noqa: BLE001 - rule 5
-            log.error("sink %r: message %d: %s", self.name, message.id, _where(error))  # noqa: TRY400
-            sent = Sent(Failure.UNEXPECTED, type(error).__name__)
+            sent = await self._send(held.message)
         finally:
             self._running -= 1
-        self._settle(held, sent)
-        if self._stopping.is_set():
-            return
+        self._keep_pace(held, sent)
+        _kept(self._writes, self._settle(held, sent))
         self._begin()
         self._wake.set()
 
-    def _settle(self, held: _Held, sent: Sent) -> None:
+    async def _send(self, message: Message) -> Sent:
+        body = message.message
+        assert body is not None, "a live message has a body"
+        if body.expires_ms and body.expires_ms <= self._clock.now_ms():
+            return Sent(Failure.EXPIRED, "its deadline is over")
+        out = Outgoing(
+            message.id, self._event_id(message), message.attempts + 1, message.created_ms, body
+        )
+        try:
+            return await self._sender.send(out)
+        except Exception as error:  # noqa: BLE001 - rule 5
+            log.error("sink %r: message %d: %s", self.name, message.id, _where(error))  # noqa: TRY400
+            return Sent(Failure.UNEXPECTED, type(error).__name__)
+
+    async def _settle(self, held: _Held, sent: Sent) -> None:
         """Say what became of it."""
+        worker, message, failure = self._worker, held.message, sent.failure
+        if held.lost:
+            self._held.pop(held, None)
+            return
+        if failure is Failure.UNAVAILABLE:
+            await self._release(held)
+            return
+        self._held.pop(held, None)
+        state: State | None = State.DONE
+        if failure is Failure.NONE:
+            if not await worker.done(message):
+                state = None
+        else:
+            state = await worker.failed(message, failure, retry_at_ms=sent.retry_at_ms)
+        if state is None:
+            self.figures.lost += 1
+        else:
+            self._settled(message, sent, state)
+
+    def _keep_pace(self, held: _Held, sent: Sent) -> None:
         now_ms = self._clock.now_ms()
-        message, failure = held.message, sent.failure
+        failure = sent.failure
         if failure:
             self.figures.last_failure = f"{failure.name.lower()}: {sent.detail}"
-        if self.pace.told(failure, held.round, now_ms, sent.retry_at_ms):
-            self._give_back()
-            log.warning(
-                "sink %r: %s (%s); the next attempt is in %.0f s",
-                self.name,
-                failure.name.lower(),
-                sent.detail,
-                (self.pace.until_ms - now_ms) / 1000,
-            )
-        if failure is Failure.UNAVAILABLE:
-            self._release(held)
+        if not self.pace.told(failure, held.round, now_ms, sent.retry_at_ms):
             return
-        del self._held[held]
-        if held.lost:
-            return
-        if failure is Failure.NONE:
-            op = Settle(message.credential, now_ms, Verdict.DONE)
-        else:
-            op = self._schedule.settlement(
-                message, failure, now_ms, chance=self._chance(), retry_at_ms=sent.retry_at_ms
-            )
-        self._submit(op, held, sent)
+        self._give_back()
+        log.warning(
+            "sink %r: %s (%s); the next attempt is in %.0f s",
+            self.name,
+            failure.name.lower(),
+            sent.detail,
+            (self.pace.until_ms - now_ms) / 1000,
+        )
 
-    def _submit(self, op: Settle | Release, held: _Held, sent: Sent) -> None:
-        self._settling += 1
-
-        def done(outcome: object) -> None:
-            self._settling -= 1
-            if isinstance(outcome, ClaimNotHeld):
-                self._tell_lost(held)
-            elif isinstance(outcome, BaseException):
-                log.error("sink %r: message %d: %s", self.name, held.message.id, outcome)
-            elif isinstance(outcome, State):
-                self._settled(held, sent, outcome)
-
-        self._committer.submit(op, done)
-
-    def _settled(self, held: _Held, sent: Sent, state: State) -> None:
-        figures, message = self.figures, held.message
-        body = message.message
+    def _settled(self, message: Message, sent: Sent, state: State) -> None:
+        figures, body = self.figures, message.message
         assert body is not None, "a live message has a body"
         if state is State.DONE:
             figures.done += 1
@@ -350,56 +306,53 @@ class Dispatcher:
     def _give_back(self) -> None:
         """Release what was claimed and not begun."""
         while self._waiting:
-            self._release(self._waiting.popleft())
+            _kept(self._writes, self._release(self._waiting.popleft()))
 
-    def _release(self, held: _Held) -> None:
+    async def _release(self, held: _Held) -> None:
         self._held.pop(held, None)
         if held.lost:
             return
-        self.figures.released += 1
-        op = Release(held.message.credential, self._clock.now_ms())
-        self._submit(op, held, Sent())
-
-    def _tell_lost(self, held: _Held) -> None:
-        if not held.lost:
-            held.lost = True
+        if await self._worker.release(held.message):
+            self.figures.released += 1
+            self._wake.set()
+        else:
             self.figures.lost += 1
-            log.warning(
-                "sink %r: message %d: ack refused, claim no longer held",
-                self.name,
-                held.message.id,
-            )
 
     # ---------------------------------------------------------------------------- leases
 
     async def _keep_leases(self) -> None:
         while True:
-            await asyncio.sleep(self._lease_ms / 3000)
+            await asyncio.sleep(self._worker.lease_ms / 3000)
             self.extend()
 
     def extend(self) -> None:
         """Extend the lease of everything that is held and has less than two thirds of it left."""
-        now_ms = self._clock.now_ms()
-        until_ms = now_ms + self._lease_ms
+        soon_ms = self._clock.now_ms() + self._worker.lease_ms * 2 // 3
         for held in list(self._held):
-            if held.lost or held.extending or held.until_ms - now_ms > self._lease_ms * 2 // 3:
-                continue
-            held.extending = True
-            op = Extend(held.message.credential, now_ms, until_ms)
-            self._committer.submit(op, self._extended(held, until_ms), retry=False)
+            if not (held.lost or held.extending) and held.until_ms <= soon_ms:
+                held.extending = True
+                _kept(self._writes, self._extend(held))
 
-    def _extended(self, held: _Held, until_ms: int) -> Callable[[object], None]:
-        def done(outcome: object) -> None:
+    async def _extend(self, held: _Held) -> None:
+        until_ms = self._clock.now_ms() + self._worker.lease_ms
+        try:
+            if await self._worker.extend(held.message):
+                held.until_ms = until_ms
+                return
+        finally:
             held.extending = False
-            if isinstance(outcome, ClaimNotHeld):
-                self._tell_lost(held)
-                if held.task is None:
-                    self._held.pop(held, None)
-            elif not isinstance(outcome, BaseException):
-                held.until_ms = max(held.until_ms, until_ms)
-            # else: the store does not answer; the next round tries again
+        held.lost = True
+        self.figures.lost += 1
+        if held.task is None:
+            self._held.pop(held, None)
 
-        return done
+
+def _kept(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """A task that is held on to until it is done."""
+    task = asyncio.ensure_future(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
 
 
 def _where(error: BaseException) -> str:

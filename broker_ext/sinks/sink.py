@@ -34,26 +34,28 @@ from storage.api import (
     Unsubscribe,
 )
 from storage.errors import Fenced, ResumeHistoryUnavailable, StoreError
-from storage.outbox import ExpireMessages, Purge, Purged, Reap, Reaped, Schedule
+from storage.outbox import Schedule
 
 if TYPE_CHECKING:
     from broker_ext.hub import Hub
     from broker_ext.sinks.sender import Sender
     from broker_ext.sinks.settings import SinkSettings
     from storage.outbox import Message
+    from storage.roles import Janitor
 
-__all__ = ["SINK_PREFIX", "UNUSED_S", "Sink", "Sinks"]
+__all__ = ["LEASE_MS", "SINK_PREFIX", "UNUSED_S", "Sink", "Sinks"]
 
 log = logging.getLogger("amqtt_durable.sinks")
 
 SINK_PREFIX: Final = b"\x00sink/"
 """Client ids of sinks; no MQTT client id has a NUL [MQTT-1.5.3-2]."""
 UNUSED_S: Final = 7 * 86_400
+LEASE_MS: Final = 30_000
+"""How long a message of a worker that vanished waits. It is extended while it is sent."""
 GRACE_S: Final = 3.0
 """How long a stop waits for what is being sent."""
 SWEEP_MAX: Final = 100
 """Messages that one commit of the janitor's ends or deletes at most."""
-KEEP_AUDIT_MS: Final = 365 * 86_400_000
 AGAIN_S: Final = 1.0
 """Pause after the store could not be read or written, or after a bug of ours."""
 
@@ -69,11 +71,13 @@ class Sink:
         self.figures = SinkFigures()
         self.feeder: Feeder
         self.sender: Sender = self._make_sender()
+        schedule = Schedule(tuple(int(s * 1000) for s in settings.retry))
         self.dispatcher = Dispatcher(
             self.name,
             self.sender,
-            hub.committer,
-            schedule=Schedule(tuple(int(s * 1000) for s in settings.retry)),
+            hub.handles.worker(self.name.encode(), lease_ms=LEASE_MS, schedule=schedule),
+            hub.store.outbox,
+            hub.clock,
             event_id=self._event_id,
             figures=self.figures,
             on_ended=self._ended,
@@ -270,10 +274,12 @@ class Sinks:
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
         self.sinks: list[Sink] = []
+        self._janitor: Janitor
 
     async def start(self) -> None:
         """Start what is configured; leave what no longer is. Raises as Sink.start does."""
         hub = self.hub
+        self._janitor = hub.handles.janitor()
         configured = {SINK_PREFIX + s.name.encode() for s in hub.settings.sinks}
         await self._leave_others(configured)
         for settings in hub.settings.sinks:
@@ -327,13 +333,9 @@ class Sinks:
             return
         more = any(b.waiting or b.claimed for b in await hub.store.outbox.backlog())
         while more:
-            now_ms = hub.clock.now_ms()
             reaped, expired = await asyncio.gather(
-                hub.committer.apply(Reap(now_ms, SWEEP_MAX)),
-                hub.committer.apply(ExpireMessages(now_ms, SWEEP_MAX)),
+                self._janitor.reap(limit=SWEEP_MAX), self._janitor.expire(limit=SWEEP_MAX)
             )
-            assert isinstance(reaped, Reaped)
-            assert isinstance(expired, tuple)
             for message_id in reaped.waiting + reaped.dead:
                 log.warning("outbox: the lease of message %d lapsed", message_id)
             if reaped.waiting:
@@ -342,23 +344,16 @@ class Sinks:
 
     async def purge(self) -> None:
         """Delete what ended long ago, in steps (the hub's timer)."""
-        hub = self.hub
-        if hub.committer.failing_since is not None:
-            return
-        while True:
-            now_ms = hub.clock.now_ms()
-            purged = await hub.committer.apply(
-                Purge(
-                    max(now_ms - int(hub.settings.keep_done_s * 1000), 0),
-                    max(now_ms - int(hub.settings.keep_dead_s * 1000), 0),
-                    SWEEP_MAX,
-                    audit_before_ms=max(now_ms - KEEP_AUDIT_MS, 0),
-                )
+        settings = self.hub.settings
+        more = self.hub.committer.failing_since is None
+        while more:
+            purged = await self._janitor.purge(
+                done_kept_ms=int(settings.keep_done_s * 1000),
+                dead_kept_ms=int(settings.keep_dead_s * 1000),
+                limit=SWEEP_MAX,
             )
-            assert isinstance(purged, Purged)
-            if not purged.more:
-                return
-            await asyncio.sleep(0.05)  # others write, too
+            more = purged.more
+            await asyncio.sleep(0.05 if more else 0)  # others write, too
 
     def wake(self) -> None:
         """Look for messages that are due: something was reissued."""

@@ -178,6 +178,7 @@ class Broker:
         for sink in self.hub.sinks.sinks:
             await sink.abandon()
         self.hub.committer.close()
+        self.hub.handles.close()
         if self.store._pump is not None:
             self.store._pump.cancel()
         if isinstance(self.store.inner, MemoryStore):
@@ -513,6 +514,7 @@ async def running(
         yield broker
         broker.store.heal()
         await asyncio.wait_for(broker.hub.committer.drain(), PATIENCE_S)
+        await asyncio.wait_for(broker.hub.handles.drain(), PATIENCE_S)
         assert await broker.store.check() == []
     finally:
         broker.store.heal()

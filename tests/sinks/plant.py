@@ -22,6 +22,7 @@ __all__ = [
     "backlog",
     "dead_letters",
     "done",
+    "drained",
     "message",
     "publish",
     "record",
@@ -60,6 +61,12 @@ async def until(condition: Callable[[], Any], what: str = "") -> Any:
                 return found
             await asyncio.sleep(TURN_S)
     raise AssertionError(what)
+
+
+async def drained(broker: Broker) -> None:
+    """Everything that was written is committed."""
+    await broker.hub.committer.drain()
+    await broker.hub.handles.drain()
 
 
 async def advance(broker: Broker, *, ms: int, name: str = "alerts") -> None:

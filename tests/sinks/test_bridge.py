@@ -10,8 +10,8 @@ import pytest
 
 from broker_ext.sinks import bridge as bridge_module
 from broker_ext.sinks.bridge import failure_of
-from broker_ext.sinks.dispatcher import LEASE_MS
 from broker_ext.sinks.settings import BridgeSettings
+from broker_ext.sinks.sink import LEASE_MS
 from broker_ext.wire import Properties, Publish
 from broker_ext.wire.properties import (
     CONTENT_TYPE,
@@ -24,7 +24,17 @@ from broker_ext.wire.properties import (
 )
 from storage.outbox import Failure, State
 from tests.broker.mqtt import running
-from tests.sinks.plant import advance, backlog, dead_letters, done, message, publish, sink, until
+from tests.sinks.plant import (
+    advance,
+    backlog,
+    dead_letters,
+    done,
+    drained,
+    message,
+    publish,
+    sink,
+    until,
+)
 from tests.sinks.remote import Remote, scripted
 
 if TYPE_CHECKING:
@@ -306,7 +316,7 @@ async def test_a_stop_leaves_what_was_sent_to_its_lease(
         await publish(broker, b"1", b"2")
         await remote.until(lambda r: len(r.kept) == 2)
         await broker.hub.sinks.stop()
-        await broker.hub.committer.drain()
+        await drained(broker)
         assert [(await message(broker, n)).state for n in (1, 2)] == 2 * [State.CLAIMED]
         remote.decide = lambda _: 0
         await broker.restart()

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from broker_ext.sinks import sink as sink_module
-from broker_ext.sinks.dispatcher import LEASE_MS
 from broker_ext.sinks.settings import WebhookSettings
-from broker_ext.sinks.sink import SINK_PREFIX, UNUSED_S
+from broker_ext.sinks.sink import LEASE_MS, SINK_PREFIX, UNUSED_S
 from broker_ext.sinks.webhook import Webhook
 from storage.errors import StoreFull
 from storage.outbox import Failure, State
@@ -22,6 +21,7 @@ from tests.sinks.plant import (
     backlog,
     dead_letters,
     done,
+    drained,
     message,
     publish,
     record,
@@ -209,7 +209,7 @@ async def test_a_send_that_takes_longer_than_the_lease_is_not_repeated(backend: 
         for _ in range(10):
             broker.clock.advance(ms=LEASE_MS // 3)
             sink(broker).dispatcher.extend()
-            await broker.hub.committer.drain()
+            await drained(broker)
             await advance(broker, ms=0)
         gate.set()
         await done(broker, 1)
@@ -238,14 +238,14 @@ async def test_a_late_answer_is_refused_logged_once_and_the_rest_goes_on(
         row = await message(broker)
         gate.set()
         await until(lambda: sink(broker).figures.lost)
-        await broker.hub.committer.drain()
+        await drained(broker)
         assert await message(broker) == row, "the late answer changed the row"
         await publish(broker, b"3")
         await done(broker, 3)
         assert sorted(bodies(receiver)) == [b"2", b"3", b"slow", b"slow"]
     refused = [r for r in caplog.records if "ack refused, claim no longer held" in r.message]
     assert [r.getMessage() for r in refused] == [
-        "sink 'alerts': message 1: ack refused, claim no longer held"
+        "ack refused, claim no longer held: message 1 of b'alerts' (done)"
     ]
 
 
@@ -263,7 +263,7 @@ async def test_a_stop_gives_back_what_was_not_begun_and_leaves_the_rest_to_its_l
         await publish(broker, b"1", b"2", b"3")
         await receiver.count(1)
         await broker.hub.sinks.stop()
-        await broker.hub.committer.drain()
+        await drained(broker)
         first, *others = [await message(broker, number) for number in (1, 2, 3)]
         assert (first.state, first.attempts) == (State.CLAIMED, 0)
         assert {other.state for other in others} == {State.WAITING}
@@ -333,7 +333,7 @@ async def test_while_the_disk_is_full_nothing_is_lost_and_it_goes_on_by_itself(
         await done(broker, 1)
         broker.store.fail_submit(StoreFull("no space"), times=3)
         broker.hub.router.publish(b"alerts/a", b"2", 1)
-        await broker.hub.committer.drain()
+        await drained(broker)
         await done(broker, 2)
         gate = asyncio.Event()
         receiver.answers.append(Answer(stall=gate))
