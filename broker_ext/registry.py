@@ -267,7 +267,9 @@ class Registry:
         if packet.will is not None:
             await self.hub.wills.stored(incarnation)
         if not _left(connection):
-            await self.hub.wills.returned(packet.client_id, clean=packet.clean_start)
+            deleted = await self.hub.wills.returned(packet.client_id, clean=packet.clean_start)
+            if _left(connection):
+                self.hub.wills.went_again(deleted)
 
     def _expiry_s(self, connection: Connection, *, clean_start: bool) -> int | None:
         """How long the session is kept after its connection, None = for ever. Before MQTT 5 Clean

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from broker_ext.session import End, Session
     from storage.api import Outcome, Will
 
-__all__ = ["Wills"]
+__all__ = ["Waiting", "Wills"]
 
 log = logging.getLogger("amqtt_durable.wills")
 
@@ -35,7 +35,7 @@ DUE_MAX: Final = 1000
 they are cleared away."""
 
 
-class _Waiting(NamedTuple):
+class Waiting(NamedTuple):
     """A will whose connection has ended. orphan: it died with the broker."""
 
     will: Will
@@ -50,10 +50,11 @@ class Wills:
         self.hub = hub
         self._wills: dict[bytes, Will] = {}
         self._saving: dict[bytes, asyncio.Future[Outcome]] = {}
-        self._waiting: dict[bytes, dict[bytes, _Waiting]] = {}  # client id, incarnation
+        self._waiting: dict[bytes, dict[bytes, Waiting]] = {}  # client id, incarnation
         self._due: list[tuple[int, bytes, bytes]] = []  # a heap; some were published or deleted
         self._due_max = DUE_MAX
         self._recovered_ms = 0
+        self._through_ms = 0
         self._publishing: set[asyncio.Task[None]] = set()
 
     # ------------------------------------------------------------------- with a CONNECT
@@ -159,18 +160,19 @@ class Wills:
         for will in wills:
             due_ms = max(will.due_ms, self._recovered_ms)
             if will.due_ms:
-                self._wait(_Waiting(will, due_ms))
+                self._wait(Waiting(will, due_ms))
             elif will.delay_s and settings.publish_wills_after_crash:
                 self._delay(will, max(due_ms, now_ms + will.delay_s * 1000), orphan=True)
             else:
-                self._wait(_Waiting(will, due_ms, orphan=True))
+                self._wait(Waiting(will, due_ms, orphan=True))
 
     def _delay(self, will: Will, due_ms: int, *, orphan: bool = False) -> None:
         """Let a will wait, and remember in the store until when."""
-        self._wait(_Waiting(will, due_ms, orphan))
-        self.hub.committer.submit(StoreWill(replace(will, due_ms=due_ms)), _logged)
+        will = replace(will, due_ms=due_ms)
+        self._wait(Waiting(will, due_ms, orphan))
+        self.hub.committer.submit(StoreWill(will), _logged)
 
-    def _wait(self, waiting: _Waiting) -> None:
+    def _wait(self, waiting: Waiting) -> None:
         will = waiting.will
         self._waiting.setdefault(will.client_id, {})[will.incarnation] = waiting
         if len(self._due) >= self._due_max:  # most are of wills that are gone
@@ -184,22 +186,30 @@ class Wills:
             self._due_max = 2 * len(self._due) + DUE_MAX
         heappush(self._due, (waiting.due_ms, will.client_id, will.incarnation))
 
-    async def returned(self, client_id: bytes, *, clean: bool) -> None:
+    async def returned(self, client_id: bytes, *, clean: bool) -> list[Waiting]:
         """A client has come back: what waited for it is deleted, before it is told, so that a crash
         does not bring it back; but if it starts clean, the session that the will belongs to has
         ended, and the will is published (section 3.1.4 of MQTT 5). A broker that died is no reason:
-        those wills are deleted."""
+        those wills are deleted. Returns what was deleted, for ``went_again``."""
         now_ms = self.hub.clock.now_ms()
-        deleted: list[Will] = []
+        deleted: list[Waiting] = []
         for waiting in self._waiting.pop(client_id, {}).values():
             if waiting.orphan or not (clean or waiting.due_ms <= now_ms):
-                deleted.append(waiting.will)
+                deleted.append(waiting)
             else:
                 self._publish_if_permitted(waiting.will, None)
         apply = self.hub.committer.apply
         if deleted:
-            ops = [DropWill(will.incarnation) for will in deleted]
+            ops = [DropWill(waiting.will.incarnation) for waiting in deleted]
             await asyncio.gather(*(apply(op, retry=True) for op in ops))
+        return deleted
+
+    def went_again(self, deleted: list[Waiting]) -> None:
+        """The client left before it was told that it is back: its wills wait as before."""
+        for waiting in deleted:
+            self._wait(waiting)
+            self.hub.committer.submit(StoreWill(waiting.will), _logged)
+        self.publish_due(self._through_ms)  # their time may have come meanwhile
 
     def session_ended(self, client_id: bytes) -> None:
         """A session at rest expired."""
@@ -210,6 +220,7 @@ class Wills:
         """Publish what has waited long enough (the hub's timer)."""
         if now_ms is None:
             now_ms = self.hub.clock.now_ms()
+        self._through_ms = max(self._through_ms, now_ms)
         due = self._due
         while due and due[0][0] <= now_ms:
             _, client_id, incarnation = heappop(due)
@@ -222,7 +233,7 @@ class Wills:
             if waiting is not None:
                 self._finish(waiting)
 
-    def _finish(self, waiting: _Waiting) -> None:
+    def _finish(self, waiting: Waiting) -> None:
         if waiting.orphan and not self.hub.settings.publish_wills_after_crash:
             self._delete(waiting.will)
         else:

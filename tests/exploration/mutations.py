@@ -340,7 +340,7 @@ def _table() -> Iterator[Mutation]:
             Registry,
             "_settle_wills",
             "await self.hub.wills.returned(packet.client_id, clean=packet.clean_start)",
-            "pass",
+            "[]",
         ),
     )
     yield Mutation(
