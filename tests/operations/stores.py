@@ -21,6 +21,7 @@ from storage.api import (
 from storage.files import database_file, open_database, sidecar_file
 from storage.kv import U64, Space
 from tests.storage.harness import A, Database, Dump, OnDisk, message
+from tests.storage.outbox import fill_outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -162,6 +163,7 @@ async def populate(files: Files) -> Dump:
     await store.do(Retain(message(b"state", b"on", flags=4)))
     await store.do(Retain(message(LONG, b"long", flags=4)))
     await store.do(StoreWill(Will(b"flying", A, b"user", message(b"will", b"gone"))))
+    await fill_outbox(store, b"flying")
     dump = await store.dump()
     await store.stop()
     return dump

@@ -12,8 +12,9 @@ from storage.errors import EntryGone, StoreUnusable
 from storage.inspection import inspect, repair
 from storage.kv import U64, U64_U64, Space
 from storage.names import key_of
+from storage.outbox import ClaimNext, Enqueue, Failure, State
 from tests.operations.stores import ENTRIES, LONG, populate
-from tests.storage.harness import matching, message
+from tests.storage.harness import NOW_MS, matching, message
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -186,6 +187,8 @@ async def test_a_repair_leaves_out_what_is_damaged_and_tells_exactly_who_lost_it
         assert (after.held, after.inbound) == (snapshot.held, snapshot.inbound)
         assert set(after.subscriptions) == set(snapshot.subscriptions)
         assert (after.loss is not None) == (client_id in case.told)
+    assert await store.messages() == before.messages
+    assert await store.store.outbox.backlog() == before.figures
     left = [entry for entry in await store.history() if entry.topic != GRAVESTONE]
     assert left == [entry for entry in before.history if entry.offset not in case.gone]
     for offset in case.gone:
@@ -349,6 +352,81 @@ async def test_a_missing_retained_message_and_will_are_told_and_the_rest_stays(
     assert after.consumers == before.consumers
 
 
+OUTBOX: dict[str, tuple[Callable[[Files], None], int, str]] = {
+    # what is damaged, the message that is lost by it, what is told
+    "a message": (
+        lambda files: files.flip(Space.OUTBOX, U64.pack(2), 20),
+        2,
+        "message 2 of the outbox is damaged, left out",
+    ),
+    "a body that waits": (
+        lambda files: files.flip(Space.OUTBOX_BODY, U64.pack(4), -1),
+        4,
+        "the body of message 4 of the outbox is gone",
+    ),
+    "a body of a dead letter": (
+        drop((Space.OUTBOX_BODY, U64.pack(6))),
+        6,
+        "the body of message 6 of the outbox is gone",
+    ),
+    "an audit record": (
+        lambda files: files.flip(Space.AUDIT, U64.pack(1), 3),
+        0,
+        "audit record 1 is damaged, left out",
+    ),
+    "figures": (
+        lambda files: files.flip(Space.OUTBOX_QUEUE, b"q" + U64.pack(1), 5),
+        0,
+        "the figures of queue 1 of the outbox are damaged",
+    ),
+    "numbers": (
+        lambda files: files.flip(Space.OUTBOX_QUEUE, b"e", 5),
+        0,
+        "the ends of the outbox are damaged: no number is given again",
+    ),
+    "what is due": (empty(Space.OUTBOX_DUE), 0, ""),
+    "leases": (empty(Space.OUTBOX_LEASE), 0, ""),
+    "what has ended": (empty(Space.OUTBOX_ENDED), 0, ""),
+    "keys": (empty(Space.OUTBOX_KEY), 0, ""),
+    "names of queues": (drop((Space.OUTBOX_QUEUE, b"nhook")), 0, ""),
+    "a row of nobody": (put(Space.OUTBOX_LEASE, U64_U64.pack(1, 99), b""), 0, ""),
+    "a body of nobody": (put(Space.OUTBOX_BODY, U64.pack(99), b"x"), 0, ""),
+}
+
+
+@pytest.mark.parametrize("name", OUTBOX)
+async def test_a_repair_keeps_what_is_sound_of_the_outbox_and_says_what_is_lost(
+    files: Files, name: str
+) -> None:
+    damage, lost, sentence = OUTBOX[name]
+    before = await populate(files)
+    damage(files)
+    assert inspect(files.data).violations
+    _, done, _ = repair(files.data, keep_in=files.path / "damaged")
+    assert done is not None
+    assert sentence in ["", *done.done]
+    after = await files.dump()
+    assert after.consumers == before.consumers
+    assert after.audit == ([] if "audit" in name else before.audit)
+    kept = {one.id: one for one in after.messages}
+    for one in before.messages:
+        if one.id != lost:
+            assert kept[one.id] == one
+        elif "body" in name:
+            unreadable = one.state is State.WAITING
+            failure = Failure.UNREADABLE if unreadable else one.failure
+            found = kept[one.id]
+            assert (found.state, found.message, found.failure) == (State.DEAD, None, failure)
+        else:
+            assert one.id not in kept
+    store = files.store()
+    await store.open()
+    enqueued = await store.do(Enqueue(b"hook", message(), NOW_MS))
+    assert enqueued.id == 7
+    assert (await store.do(ClaimNext(b"hook", b"x" * 16, NOW_MS, NOW_MS + 1))).messages[0].claim > 1
+    await store.stop()
+
+
 async def test_a_sound_store_is_not_touched(files: Files) -> None:
     await populate(files)
     inode = files.database.stat().st_ino
@@ -369,4 +447,6 @@ async def test_a_check_counts_what_there_is(files: Files) -> None:
     assert (figures.subscriptions, figures.filters) == (8, 7)
     assert (figures.deliveries, figures.held, figures.inbound) == (6, 1, 2)
     assert (figures.retained, figures.wills) == (2, 1)
+    assert (figures.outbox_messages, figures.outbox_waiting, figures.outbox_claimed) == (6, 2, 1)
+    assert (figures.outbox_dead, figures.audit) == (1, 1)
     assert figures.file_bytes == files.database.stat().st_size

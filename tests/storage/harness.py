@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from storage.api import Op
+    from storage.outbox import AuditRecord, Backlog, Message
 
 A: Final = b"A" * 16
 """Incarnations, in the order they own a consumer."""
@@ -158,6 +159,9 @@ class Dump:
     consumers: dict[bytes, Snapshot]
     retained: list[Entry]
     history: list[Entry]
+    figures: list[Backlog]
+    messages: list[Message]
+    audit: list[AuditRecord]
 
 
 def in_order(snapshot: Snapshot) -> Snapshot:
@@ -365,7 +369,21 @@ class Database:
             consumers=snapshots,
             retained=retained,
             history=await self.history(),
+            figures=await self.store.outbox.backlog(),
+            messages=await self.messages(),
+            audit=await self.store.outbox.audit(),
         )
+
+    async def messages(self) -> list[Message]:
+        """All of the outbox, by id."""
+        found: list[Message] = []
+        left = sum(sum(one[1:8]) for one in await self.store.outbox.backlog())
+        number = 0
+        while len(found) < left:
+            number += 1
+            shown = await self.store.outbox.show(number)
+            found += [] if shown is None else [shown]
+        return found
 
 
 def _without_boot(log: LogState) -> tuple[str, str, int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Final
 
+from storage.api import Advance
 from storage.durable import DurableStore
 from storage.kv import Space
 from storage.memory import MemoryStore
@@ -12,17 +13,19 @@ from storage.outbox import (
     Backlog,
     Claimed,
     ClaimNext,
+    DeadLetter,
     Enqueue,
     Enqueued,
     Extend,
     Failure,
     Message,
+    Reissue,
     Release,
     Settle,
     State,
     Verdict,
 )
-from tests.storage.harness import NOW_MS, Database, message
+from tests.storage.harness import NOW_MS, A, Database, message
 
 if TYPE_CHECKING:
     from storage.api import Entry
@@ -104,8 +107,6 @@ class Outbox:
         return await store._in_reader(lambda database: database.read(rows))
 
 
-Act = "Callable[[Credential, int], Op]"
-
 ACTS: Final[dict[str, Any]] = {
     "done": lambda held, now_ms: Settle(held, now_ms, Verdict.DONE),
     "retry": lambda held, now_ms: Settle(
@@ -120,3 +121,18 @@ ACTS: Final[dict[str, Any]] = {
     "extend": lambda held, now_ms: Extend(held, now_ms, now_ms + 10 * LEASE_MS),
 }
 """Everything that states a credential."""
+
+
+async def fill_outbox(store: Database, client_id: bytes) -> None:
+    """Messages by id: 1 done, 2 claimed, 3 reissued as 5, 4 waiting, 6 a dead letter of a session
+    that A owns."""
+    for key in (b"", b"k", b"", b"room"):
+        await store.do(Enqueue(HOOK, message(b"b", b"to send"), NOW_MS, key=key, supersede_key=key))
+    claim = ClaimNext(HOOK, ONE, NOW_MS, NOW_MS + 60_000, limit=3)
+    done, _, dead = (await store.do(claim)).messages
+    await store.do(Settle(done.credential, NOW_MS, Verdict.DONE))
+    await store.do(Settle(dead.credential, NOW_MS, Verdict.DEAD, Failure.REJECTED))
+    await store.do(Reissue(dead.id, NOW_MS, b"ann"))
+    session = (await store.snapshot(client_id)).consumer
+    letter = DeadLetter(message(b"b", b"too large"), Failure.TOO_LARGE, NOW_MS)
+    await store.do(Advance(session.id, A, dead=[letter]))

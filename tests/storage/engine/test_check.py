@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import pytest
 
@@ -11,8 +11,10 @@ from storage.check import check
 from storage.errors import RecordDamaged
 from storage.kv import U64, U64_U16, U64_U64, Space
 from storage.meta import read_ends
+from storage.outbox.rows import Row
 from storage.records import encode_claim
 from tests.storage.harness import NOW_MS, A, B, message
+from tests.storage.outbox import fill_outbox
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,6 +40,7 @@ async def sound(files: Files) -> None:
         StoreWill(Will(b"dev", A, b"", message(b"w"))),
     )
     await db.append(message(b"c"))
+    await fill_outbox(db, b"dev")
     sleeper = await db.acquire(b"sleeper", B, expiry_s=100)
     await db.do(Detach(sleeper.consumer.id, B, NOW_MS))
     assert await db.store.check() == []
@@ -71,6 +74,17 @@ def flip(space: Space, at: int) -> Spoil:
         spoiled = bytearray(value)
         spoiled[at] ^= 1
         txn.put(space, key, bytes(spoiled))
+
+    return work
+
+
+def row(message_id: int, **changes: Any) -> Spoil:
+    """Change a row of the outbox and nothing that leads to it."""
+
+    def work(txn: WriteTxn) -> None:
+        raw = txn.get(Space.OUTBOX, U64.pack(message_id))
+        spoiled = Row.unpack(message_id, raw or b"")._replace(**changes)
+        txn.put(Space.OUTBOX, U64.pack(message_id), spoiled.pack())
 
     return work
 
@@ -133,6 +147,32 @@ def ends(**values: int) -> Spoil:
         (put(Space.ATTACHED, U64.pack(2)), "2 rows of kind attached, consumers have 1"),
         (flip(Space.RETAINED, -1), "retained message 0 is damaged"),
         (flip(Space.WILL, -9), "will 0 is damaged"),
+        (flip(Space.OUTBOX, 9), "message 1 of the outbox is damaged"),
+        (drop(Space.OUTBOX), "the figures of the outbox are not those of its messages"),
+        (row(1, has_body=1), "message 1 of the outbox: it has ended and has a body"),
+        (row(2, has_body=0), "message 2 of the outbox: it is to be sent and has no body"),
+        (row(2, until_ms=0), "message 2 of the outbox: it is claimed, and its times say"),
+        (row(2, claim=0), "message 2 of the outbox: it is claimed under no claim"),
+        (row(2, claim=9), "message 2 of the outbox: its claim is to be given again"),
+        (row(3, key=b"k" * 16), "message 3 of the outbox: it was reissued and has a key"),
+        (row(4, due_ms=NOW_MS + 1), "message 4 of the outbox: its row of kind outbox_due is"),
+        (flip(Space.OUTBOX_BODY, -1), "message 2 of the outbox: its body is damaged"),
+        (drop(Space.OUTBOX_BODY), "message 2 of the outbox: its body is damaged"),
+        (put(Space.OUTBOX_BODY, U64.pack(9), b"x"), "5 rows of kind outbox_body, messages have 4"),
+        (drop(Space.OUTBOX_DUE), "its row of kind outbox_due is missing"),
+        (put(Space.OUTBOX_DUE, bytes(24)), "3 rows of kind outbox_due, messages have 2"),
+        (drop(Space.OUTBOX_LEASE), "its row of kind outbox_lease is missing"),
+        (drop(Space.OUTBOX_ENDED), "its row of kind outbox_ended is missing"),
+        (drop(Space.OUTBOX_KEY), "its row of kind outbox_key is missing"),
+        (put(Space.OUTBOX_QUEUE, b"x"), "a row of kind outbox_queue is none"),
+        (
+            put(Space.OUTBOX_QUEUE, b"nx", U64.pack(9)),
+            "has the number 0000000000000009, and no fig",
+        ),
+        (drop(Space.OUTBOX_QUEUE), "the number of queue 1 is to be given again"),
+        (flip(Space.OUTBOX_QUEUE, 5), "the database cannot be told: the ends of its outbox"),
+        (drop(Space.OUTBOX_QUEUE, last=True), "has the number 0000000000000002, and no figures"),
+        (flip(Space.AUDIT, 5), "audit record 1 is damaged"),
     ],
 )
 async def test_a_spoiled_row_is_told(

@@ -11,8 +11,9 @@ import pytest
 
 from storage import open_store
 from storage.errors import StoreCorrupt, StoreTooNew, StoreUnavailable, StoreUnusable
-from storage.kv import Space
-from storage.meta import _FORMAT, _FORMAT_KEY, FORMAT, _sealed
+from storage.kv import FIRST_FORMAT_SPACES, Space
+from storage.meta import _FORMAT, _FORMAT_KEY, FORMAT, _sealed, read_format
+from storage.outbox import Enqueue
 from tests.storage.harness import NOW_MS, message
 
 if TYPE_CHECKING:
@@ -136,3 +137,39 @@ async def test_a_closed_store_refuses_and_can_be_opened_again(files: Files) -> N
         await db.store.open(now_ms=NOW_MS)
     await db.append(message())
     await db.stop()
+
+
+async def test_a_database_of_the_first_format_gets_an_outbox(files: Files) -> None:
+    db = files.database()
+    await db.open()
+    await db.append(message())
+    await db.store.close()
+    make_first_format(files)
+    db = files.database()
+    await db.open()
+    assert len(await db.history()) == 1
+    assert (await db.do(Enqueue(b"hook", message(), NOW_MS))).id == 1
+    await db.stop()
+    assert files.alter(read_format) == FORMAT
+
+
+def make_first_format(files: Files) -> None:
+    """Take away what later formats added."""
+
+    def older(txn: WriteTxn) -> None:
+        txn.put(Space.META, _FORMAT_KEY, _sealed(_FORMAT.pack(1)))
+
+    files.alter(older)
+    later = [space.name.lower() for space in Space if space >= FIRST_FORMAT_SPACES]
+    assert later[0] == "outbox"
+    if files.kind == "lmdb":
+        with lmdb.open(str(files.file), subdir=False, max_dbs=64) as env:
+            for name in later:
+                db = env.open_db(name.encode(), create=False)
+                with env.begin(write=True) as txn:
+                    txn.drop(db)
+        return
+    connection = sqlite3.connect(files.file)
+    for name in later:
+        connection.execute(f"DROP TABLE {name}")
+    connection.close()
