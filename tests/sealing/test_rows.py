@@ -20,16 +20,22 @@ from storage.api import (
     StoreWill,
     Will,
 )
-from storage.errors import EntryDamaged, RecordDamaged, SealKeyMissing, SealKeyWrong
+from storage.errors import (
+    EntryDamaged,
+    RecordDamaged,
+    SealKeyMissing,
+    SealKeyWrong,
+    StoreCorrupt,
+)
 from storage.files import open_database
 from storage.keyring import Keyring
 from storage.kv import U64, U64_U64, Space
 from storage.meta import read_identity
 from storage.names import key_of
-from storage.sealing import is_sealed, key_ids, unlock
+from storage.sealing import Seals, is_sealed, key_ids, unlock
 from tests.operations.stores import Files, content, populate
 from tests.sealing.conftest import BOTH, NEW, OLD, OTHER
-from tests.storage.harness import A, message
+from tests.storage.harness import A, matching, message
 
 if TYPE_CHECKING:
     from storage.kv import ReadTxn
@@ -363,3 +369,96 @@ async def test_every_value_of_a_sealed_space_is_sealed(files: Files, *, topics: 
             assert all(map(is_sealed, values))
 
     files.read(work)
+
+
+def test_a_value_opens_only_in_its_space_under_its_key_in_its_database(files: Files) -> None:
+    database = open_database(files.path / files.database.name, files.kind, create=True)
+    try:
+        here = unlock(database, "00" * 16, BOTH, path="x", is_new=True)
+        assert here is not None
+        other = Seals("11" * 16, here._ciphers, here.current, here._state)
+    finally:
+        database.close()
+    sealed = here.seal(Space.WILL, b"k" * 16, b"value")
+    assert here.try_open(Space.WILL, b"k" * 16, sealed) == b"value"
+    assert here.try_open(Space.HELD, b"k" * 16, sealed) is None
+    assert here.try_open(Space.WILL, b"K" * 16, sealed) is None
+    assert other.try_open(Space.WILL, b"k" * 16, sealed) is None
+    for at in range(len(sealed)):
+        flipped = bytearray(sealed)
+        flipped[at] ^= 1
+        assert here.try_open(Space.WILL, b"k" * 16, bytes(flipped)) is None
+        assert here.try_open(Space.WILL, b"k" * 16, sealed[:at]) is None
+
+
+async def test_a_topic_whose_name_does_not_open_hides_no_message(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads by wildcard looks through the whole history then."""
+    monkeypatch.setattr("storage.history.TAIL_BLOCKS_MAX", 3)
+    monkeypatch.setattr("storage.topics.TAIL_BLOCKS_MAX", 3)
+    files.seal_topics = True
+    store = files.store()
+    await store.open()
+    await store.append_each(*[message(b"rare/1" if n == 2 else b"t") for n in range(30)])
+    await store.stop()
+    for number in (1, 2):
+        files.flip(Space.TOPIC_NAME, U64.pack(number), 40)
+    store = files.store()
+    await store.open()
+    found = await store.read_all(0, matching(b"rare/#"), filters=[b"rare/#"])
+    assert [entry.offset for entry in found] == [3]
+    found = await store.read_all(0, matching(b"rare/1"), filters=[b"rare/1"])
+    assert [entry.offset for entry in found] == [3]
+    await store.store.close()
+
+
+async def test_a_filter_that_does_not_open_refuses_to_start(files: Files) -> None:
+    """Without it the messages of a session would not be logged."""
+    files.seal_topics = True
+    store = files.store()
+    await store.open()
+    await store.subscriber(b"dev", b"t/#")
+    await store.stop()
+    ((key, _),) = rows(files, Space.FILTER).items()
+    files.flip(Space.FILTER, key, 40)
+    with pytest.raises(StoreCorrupt, match="filter"):
+        await files.store().open()
+    with pytest.raises(StoreCorrupt):
+        await files.store().open()
+
+
+async def test_many_topics_are_found_by_their_names_and_by_wildcards(files: Files) -> None:
+    """The index by topic serves exact filters and, through names, wildcards."""
+    files.seal_topics = True
+    store = files.store()
+    await store.open()
+    long = b"long/" + b"x" * 65_000
+    names = [b"a/%d/b" % n for n in range(300)] + [long]
+    for at in range(0, 301, 3):
+        await store.append(*[message(name, name[:20]) for name in names[at : at + 3]])
+    for topic_filter, count in ((b"a/7/b", 1), (b"a/+/b", 300), (b"long/#", 1), (long, 1)):
+        found = await store.read_all(0, matching(topic_filter), filters=[topic_filter])
+        assert len(found) == count
+    await store.stop()
+    assert b"long/xxx" not in raw_bytes(files)
+
+
+async def test_what_is_deleted_is_overwritten_in_sqlite(files: Files) -> None:
+    """The ciphertext of what was settled is gone from the file, not only from the tree. A free page
+    of LMDB keeps it until the page is used again."""
+    store = files.store()
+    await store.open()
+    await store.do(Retain(message(b"t", SECRET * 200)))
+    await store.append(message(b"t", SECRET * 2000))
+    await store.stop()
+    sealed = [*rows(files, Space.RETAINED).values(), *rows(files, Space.HISTORY).values()]
+    assert all(raw[-64:] in raw_bytes(files) for raw in sealed)
+    store = files.store()
+    await store.open()
+    await store.do(Retain(message(b"t", b"")))
+    await store.do(Prune(through=1, before_ms=0, blocks_max=10))
+    await store.stop()
+    assert [*rows(files, Space.RETAINED), *rows(files, Space.HISTORY)] == []
+    if files.kind == "sqlite":
+        assert not any(raw[-64:] in raw_bytes(files) for raw in sealed)
