@@ -258,12 +258,9 @@ class Seals:
 
     # ------------------------------------------------------------------------------- values
 
-    def _bound(self, space: Space, key: bytes) -> bytes:
-        return b"".join((self._db_id, bytes((space,)), key))
-
     def seal(self, space: Space, key: bytes, value: bytes) -> bytes:
         """Seal a value for the row of this key. In the writer's thread."""
-        return self.current.seal(value, self._bound(space, key))
+        return self.current.seal(value, _bound(self._db_id, space, key))
 
     def try_open(self, space: Space, key: bytes, raw: bytes) -> bytes | None:
         """Open a value; None if it does not open (Rules 2 and 3)."""
@@ -275,7 +272,7 @@ class Seals:
                 _, version, number, derivation, nonce = _HEAD.unpack_from(raw)
                 if version == _VERSION:
                     sealed = raw[_HEAD.size :]
-                    bound = self._bound(space, key)
+                    bound = _bound(self._db_id, space, key)
                     return self._ciphers[number].open(derivation, nonce, sealed, bound)
             except (StructError, KeyError, InvalidTag):
                 pass  # told below
@@ -364,6 +361,11 @@ class Seals:
             if key != _KEY_ROW + self.current.id.encode("ascii"):
                 txn.delete(Space.META, key)
         return done
+
+
+def _bound(db_id: bytes, space: Space, key: bytes) -> bytes:
+    """Associated data: the place of a row."""
+    return b"".join((db_id, bytes((space,)), key))
 
 
 def _broken(space: Space, raw: bytes) -> bytes:
@@ -475,7 +477,7 @@ def _known(
             raise SealKeyMissing(path, reason, key_id)
         _, _, number, derivation, nonce = _HEAD.unpack_from(sealed)
         cipher = Xaes(key, number)
-        bound = b"".join((bytes.fromhex(db_id), bytes((Space.META,)), row_key))
+        bound = _bound(bytes.fromhex(db_id), Space.META, row_key)
         try:
             cipher.open(derivation, nonce, sealed[_HEAD.size :], bound)
         except InvalidTag:
