@@ -15,15 +15,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
-from broker_ext.authentication import Accepted, Dialogue, method_of
+from broker_ext.authentication import Authentication, method_of
 from broker_ext.feed import BadAskError, ask_of
 from broker_ext.options import NO_LOCAL
 from broker_ext.reasons import NO_WORDS, Reason, Words, return_code
 from broker_ext.session import DISCONNECTED, End, Grant
 from broker_ext.shared import filter_of
-from broker_ext.terms import ANY, keep_alive_s, valid_payload
+from broker_ext.terms import ANY, keep_alive_s, not_available, valid_payload
 from broker_ext.version5 import Version5, with_words
 from broker_ext.wire import (
     PACKET_ID,
@@ -48,12 +48,10 @@ from broker_ext.wire import (
     connack,
     encode,
     publish_head,
-    valid_filter,
     valid_reason,
 )
 from broker_ext.wire.kinds import CONNACK
 from broker_ext.wire.properties import (
-    AUTHENTICATION_DATA,
     MESSAGE_EXPIRY_S,
     SUBSCRIPTION_ID,
     USER_PROPERTY,
@@ -61,14 +59,13 @@ from broker_ext.wire.properties import (
 from storage.names import is_shared
 
 if TYPE_CHECKING:
-    from broker_ext.authentication import Exchange
+    from broker_ext.guard import Guard, Transport
     from broker_ext.hub import Hub
     from broker_ext.session import Session
-    from broker_ext.settings import Settings
-    from broker_ext.wire import Packet, Properties
+    from broker_ext.wire import Packet
     from storage.api import Entry
 
-__all__ = ["Connection", "Guard", "Transport"]
+__all__ = ["Connection"]
 
 log = logging.getLogger("amqtt_durable.connection")
 
@@ -79,8 +76,6 @@ LANE_BYTES_MAX: Final = 256 << 10
 LINGER_S: Final = 5.0
 """How long a closed connection may take to send what was written before it is cut."""
 HEADS_MAX: Final = 4096
-REAUTHENTICATE: Final = 0x19
-"""AUTH reason code of a client that begins anew."""
 
 LOST = End("connection lost")
 FAILED = End("connection lost", reason=Reason.UNSPECIFIED)
@@ -92,75 +87,6 @@ REFUSED = End("authentication refused", reason=Reason.NOT_AUTHORIZED)
 
 _BYPASS: Final = frozenset({Puback, Pubrec, Pubrel, Pubcomp, Pingreq})
 _heads: dict[tuple[int, bytes, int], bytes] = {}
-
-
-class Transport(Protocol):
-    """What a connection needs of an asyncio transport (or of an adapter that looks like one)."""
-
-    def write(self, data: bytes) -> None: ...
-    def close(self) -> None: ...
-    def abort(self) -> None: ...
-    def pause_reading(self) -> None: ...
-    def resume_reading(self) -> None: ...
-
-
-class Guard(Protocol):
-    """What is asked outside: amqtt's plugins, through the seam. One for each connection."""
-
-    slow: bool
-    """Some plugin listens to packets or filters topics: every packet goes through the lane."""
-
-    async def authenticate(self, connect: Connect) -> bytes | None:
-        """The user name of an accepted client (b"" = anonymous), None if it is refused."""
-        ...
-
-    def exchange(self, method: bytes, client_id: bytes) -> Exchange | None:
-        """An exchange of enhanced authentication, None if nobody provides the method."""
-        ...
-
-    async def may_publish(self, topic: bytes) -> bool:
-        """Whether the topic plugins permit it."""
-        ...
-
-    async def may_subscribe(self, topic_filter: bytes) -> bool:
-        """Whether the topic plugins permit it."""
-        ...
-
-    async def may_receive(self, topic: bytes) -> bool:
-        """Whether the topic plugins permit it."""
-        ...
-
-    def packet_received(self, packet: Packet) -> None:
-        """Tell the plugins that listen."""
-        ...
-
-    def packet_sent(self, data: bytes) -> None:
-        """Tell the plugins that listen. data: whole packets."""
-        ...
-
-    def message_received(self, packet: Publish, *, permitted: bool | None) -> None:
-        """Tell the plugins that listen. permitted: None before the topic plugins were asked."""
-        ...
-
-    def subscribed(self, topic_filter: bytes, qos: int) -> None:
-        """Tell the plugins that listen."""
-        ...
-
-    def unsubscribed(self, topic_filter: bytes) -> None:
-        """Tell the plugins that listen."""
-        ...
-
-    def connected(self, session: Session) -> None:
-        """The client is a session now."""
-        ...
-
-    def disconnected(self, session: Session, end: End) -> None:
-        """It no longer is."""
-        ...
-
-    def closed(self) -> None:
-        """The connection is gone; give back what the listener counts."""
-        ...
 
 
 class _Waiting:
@@ -182,7 +108,6 @@ class Connection(asyncio.Protocol):
     # slots: there is a connection for each client, and what it does for each message is faster so
     __slots__ = (
         "__weakref__",
-        "_authenticated",
         "_authenticating",
         "_connecting",
         "_flush_scheduled",
@@ -239,7 +164,6 @@ class Connection(asyncio.Protocol):
         self.deadline_s = hub.clock.monotonic() + hub.settings.connect_timeout_s
         self._connecting: asyncio.Task[None] | None = None
         self._authenticating: asyncio.Task[None] | None = None
-        self._authenticated: Properties | None = None
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._flush_scheduled = False
@@ -384,6 +308,8 @@ class Connection(asyncio.Protocol):
                 continue
             if type(packet) is Auth:
                 self._auth(packet)
+                if self.ended is not None:
+                    return
                 continue
             if session is None and self._interrupts(packet):
                 return
@@ -409,7 +335,11 @@ class Connection(asyncio.Protocol):
         """The CONNECT, then what was sent right behind it."""
         self.version = packet.version
         if packet.version == 5:
-            self.five = Version5(packet, self.hub.settings, aliases=not self.guard.slow)
+            settings = self.hub.settings
+            authentication = Authentication(
+                self.guard.exchange, self.send, timeout_s=settings.connect_timeout_s
+            )
+            self.five = Version5(packet, settings, authentication, aliases=not self.guard.slow)
             self.receive_maximum = self.five.terms.receive_maximum
             self.packet_bytes_max = self.five.terms.packet_bytes_max
         self.guard.packet_received(packet)
@@ -541,7 +471,7 @@ class Connection(asyncio.Protocol):
         identifier = packet.properties.get(SUBSCRIPTION_ID, 0) if packet.properties else 0
         grants: list[Grant] = []
         for topic_filter, options in packet.filters:
-            code = _not_subscribed(topic_filter, identifier, settings)
+            code = not_available(topic_filter, identifier, settings)
             qos = min(options & 3, settings.max_qos)
             grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code))
         return grants
@@ -608,42 +538,20 @@ class Connection(asyncio.Protocol):
 
     async def authenticate(self, connect: Connect) -> bytes | Reason:
         """The user of a CONNECT (b"" = anonymous), or why it is refused."""
-        method = method_of(connect.properties)
-        if self.five is not None and method is not None:
-            exchange = self.guard.exchange(method, connect.client_id)
-            if exchange is None:
-                return Reason.BAD_METHOD
-            self.five.method = method
-            self.five.dialogue = Dialogue(method, exchange, self.send)
-            accepted = await self._converse(self.five.dialogue, connect.properties)
-            if accepted is None:
-                return Reason.NOT_AUTHORIZED
-            self._authenticated = self.five.dialogue_over(accepted.data)
-            if (
-                self.five.encode(self.five.connack(connect, authenticated=self._authenticated))
-                is None
-            ):
-                return Reason.PACKET_TOO_LARGE
-            return accepted.user
-        user = await self.guard.authenticate(connect)
-        if user is None:
+        five = self.five
+        if five is not None and method_of(connect.properties) is not None:
+            user = await five.authentication.begin(connect)
+            return user if five.can_accept(connect) else Reason.PACKET_TOO_LARGE
+        known = await self.guard.authenticate(connect)
+        if known is None:
             named = connect.username is not None or connect.password is not None
             return Reason.BAD_CREDENTIALS if named else Reason.NOT_AUTHORIZED
-        return user
-
-    async def _converse(self, dialogue: Dialogue, first: Properties | None) -> Accepted | None:
-        """Run an exchange of enhanced authentication, in the time that a CONNECT has."""
-        data = first.get(AUTHENTICATION_DATA) if first is not None else None
-        try:
-            async with asyncio.timeout(self.hub.settings.connect_timeout_s):
-                return await dialogue.run(data)
-        except TimeoutError:
-            return None
+        return known
 
     def _interrupts(self, packet: Packet) -> bool:
         """Whether a packet came in the middle of an authentication before CONNACK
         [MQTT5-3.1.2-30]."""
-        if self.five is None or self.five.dialogue is None:
+        if self.five is None or not self.five.authentication.under_way:
             return False
         if type(packet) is Disconnect:
             self._end(LOST)
@@ -654,44 +562,28 @@ class Connection(asyncio.Protocol):
 
     def _auth(self, packet: Auth) -> None:
         """An answer in an exchange that is under way, or the begin of a re-authentication."""
-        five = self.five
-        assert five is not None
-        if five.dialogue is not None:
-            allowed = five.dialogue.answer(packet)
-        else:
-            allowed = (
-                self.session is not None
-                and packet.reason == REAUTHENTICATE
-                and five.method is not None
-                and method_of(packet.properties) == five.method
+        assert self.five is not None
+        authentication = self.five.authentication
+        if authentication.answer(packet):
+            return
+        if self.session is not None and authentication.begins_again(packet):
+            self._authenticating = asyncio.ensure_future(
+                self._authenticate_again(self.session, packet)
             )
-            if allowed:
-                self._authenticating = asyncio.ensure_future(self._authenticate_again(packet))
-        if not allowed:
-            what = "an AUTH packet that nothing called for"
-            self._malformed(MalformedPacket(Reason.PROTOCOL_ERROR, "MQTT5-4.12.0-6", what))
+            return
+        what = "an AUTH packet that nothing called for"
+        self._malformed(MalformedPacket(Reason.PROTOCOL_ERROR, "MQTT5-4.12.0-6", what))
 
-    async def _authenticate_again(self, packet: Auth) -> None:
-        """[MQTT5-4.12.1-1]: beside everything else; the session is the same user's."""
-        five, session = self.five, self.session
-        assert five is not None
-        assert five.method is not None
-        assert session is not None
-        accepted = None
-        exchange = self.guard.exchange(five.method, session.client_id)
-        if exchange is not None:
-            five.dialogue = Dialogue(five.method, exchange, self.send)
-            try:
-                accepted = await self._converse(five.dialogue, packet.properties)
-            except Exception:
-                # a plugin's bug: who cannot say yes has not said it
-                log.exception("re-authentication of %r failed", session.client_id)
+    async def _authenticate_again(self, session: Session, packet: Auth) -> None:
+        """[MQTT5-4.12.1-1]: beside everything else."""
+        assert self.five is not None
+        told = await self.five.authentication.again(packet, session.client_id, session.user)
         if self.ended is not None:
             return
-        if accepted is None or accepted.user != session.user:
+        if told is None:
             self._end(REFUSED)
         else:
-            self.send(Auth(Reason.SUCCESS, five.dialogue_over(accepted.data)))
+            self.send(Auth(Reason.SUCCESS, told))
 
     # ------------------------------------------------------------------------- writing
 
@@ -867,8 +759,7 @@ class Connection(asyncio.Protocol):
         if self.five is None:
             self.write(connack(session_present=session_present))
         else:
-            properties = self._authenticated
-            self.send(self.five.connack(connect, session_present, words, properties))
+            self.send(self.five.connack(connect, session_present, words))
 
     def refuse(self, reason: Reason, text: bytes = b"") -> None:
         """Answer a CONNECT with a reason why not, and close [MQTT-3.2.2-5]."""
@@ -919,8 +810,8 @@ class Connection(asyncio.Protocol):
                 told = self.five.encode(Disconnect(end.reason, with_words(end.words)))
                 if told is not None:
                     self.write(told)
-        if self.five is not None and self.five.dialogue is not None:
-            self.five.dialogue.stop()
+        if self.five is not None:
+            self.five.authentication.stop()
         self.flush()
         if self.closed:
             return
@@ -944,7 +835,7 @@ class Connection(asyncio.Protocol):
         self.hub.connections.discard(self)
         self._parts.clear()
         self.guard.closed()
-        self.session = None  # no ring: what is not needed any more is freed at once
+        self.session = self.five = None  # no ring: what is not needed any more is freed at once
 
 
 def _without_position(grant: Grant) -> Grant:
@@ -952,19 +843,3 @@ def _without_position(grant: Grant) -> Grant:
     if grant.allowed and is_shared(grant.filter):
         return grant._replace(allowed=False, code=Reason.IMPLEMENTATION)
     return grant
-
-
-def _not_subscribed(topic_filter: bytes, identifier: int, settings: Settings) -> int:
-    """The SUBACK code of a filter that is refused whoever asks for it, 0 = it is not."""
-    if not valid_filter(topic_filter):
-        return Reason.FILTER_INVALID
-    if is_shared(topic_filter):
-        if not settings.shared_subscriptions:
-            return Reason.SHARED_UNSUPPORTED
-        if filter_of(topic_filter) is None:
-            return Reason.FILTER_INVALID
-    if identifier and not settings.subscription_identifiers:
-        return Reason.IDENTIFIERS_UNSUPPORTED
-    if not settings.wildcard_subscriptions and (b"+" in topic_filter or b"#" in topic_filter):
-        return Reason.WILDCARDS_UNSUPPORTED
-    return 0

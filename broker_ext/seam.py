@@ -90,7 +90,7 @@ if TYPE_CHECKING:
     from websockets.asyncio.server import ServerConnection
 
     from broker_ext.authentication import Exchange
-    from broker_ext.connection import Transport
+    from broker_ext.guard import Transport
     from broker_ext.hub import Hub
     from broker_ext.retained import RetainedStore
     from broker_ext.session import Session
@@ -301,7 +301,7 @@ class _HandlerView:
 
 
 class _PluginGuard:
-    """amqtt's plugins, for one connection. See ``connection.Guard``."""
+    """amqtt's plugins, for one connection. See ``guard.Guard``."""
 
     def __init__(self, seam: Seam, turn: _Turn, peer: tuple[str, int], ssl_object: Any) -> None:
         self.seam = seam

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from broker_ext.reasons import Reason
-from broker_ext.wire import Properties
+from broker_ext.shared import filter_of
+from broker_ext.wire import Properties, valid_filter
 from broker_ext.wire.properties import (
     ASSIGNED_CLIENT_ID,
     PACKET_BYTES_MAX,
@@ -27,12 +28,22 @@ from broker_ext.wire.properties import (
     TOPIC_ALIAS_MAX,
     WILDCARDS_AVAILABLE,
 )
+from storage.names import is_shared
 
 if TYPE_CHECKING:
     from broker_ext.settings import Settings
     from broker_ext.wire import Connect, ConnectWill, PropertyValue
 
-__all__ = ["ANY", "FOR_EVER", "Terms", "keep_alive_s", "refuses_will", "told", "valid_payload"]
+__all__ = [
+    "ANY",
+    "FOR_EVER",
+    "Terms",
+    "keep_alive_s",
+    "not_available",
+    "refuses_will",
+    "told",
+    "valid_payload",
+]
 
 FOR_EVER: Final = 0xFFFF_FFFF
 """Session Expiry Interval: the session does not expire."""
@@ -146,3 +157,19 @@ def valid_payload(properties: Properties | None, payload: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
+
+
+def not_available(topic_filter: bytes, identifier: int, settings: Settings) -> int:
+    """The SUBACK code of a filter that is refused whoever asks for it, 0 = it is not."""
+    if not valid_filter(topic_filter):
+        return Reason.FILTER_INVALID
+    if is_shared(topic_filter):
+        if not settings.shared_subscriptions:
+            return Reason.SHARED_UNSUPPORTED
+        if filter_of(topic_filter) is None:
+            return Reason.FILTER_INVALID
+    if identifier and not settings.subscription_identifiers:
+        return Reason.IDENTIFIERS_UNSUPPORTED
+    if not settings.wildcard_subscriptions and (b"+" in topic_filter or b"#" in topic_filter):
+        return Reason.WILDCARDS_UNSUPPORTED
+    return 0

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from amqtt.adapters import ReaderAdapter, WriterAdapter
     from websockets.asyncio.server import ServerConnection
 
-    from broker_ext.connection import Connection, Transport
+    from broker_ext.connection import Connection
+    from broker_ext.guard import Transport
 
 __all__ = ["external_transport", "websocket_transport"]
 

@@ -29,7 +29,7 @@ from broker_ext.wire.properties import (
 )
 
 if TYPE_CHECKING:
-    from broker_ext.authentication import Dialogue
+    from broker_ext.authentication import Authentication
     from broker_ext.settings import Settings
     from broker_ext.wire import Connect, Disconnect, Packet, PropertyValue, Publish
     from storage.api import Entry
@@ -49,28 +49,32 @@ _DISCONNECTS: Final = frozenset(
 class Version5:
     """The MQTT 5 half of one connection, from its CONNECT on.
 
-    aliases: topic aliases may be used towards the client. dialogue: an exchange of enhanced
-    authentication that is under way. method: the Authentication Method, None = none.
+    aliases: topic aliases may be used towards the client.
     """
 
     __slots__ = (
         "_aliases",
         "_aliases_in",
         "_assigns",
-        "dialogue",
+        "authentication",
         "in_flight",
-        "method",
         "settings",
         "terms",
     )
 
-    def __init__(self, connect: Connect, settings: Settings, *, aliases: bool = True) -> None:
+    def __init__(
+        self,
+        connect: Connect,
+        settings: Settings,
+        authentication: Authentication,
+        *,
+        aliases: bool = True,
+    ) -> None:
         self.settings = settings
         self._assigns = not connect.client_id
         self.terms = Terms.of(connect)
         self.in_flight = InFlight(settings.receive_maximum)
-        self.method: bytes | None = None
-        self.dialogue: Dialogue | None = None
+        self.authentication = authentication
         self._aliases_in = AliasesIn(settings.topic_alias_maximum)
         most = self.terms.aliases_max if aliases else 0
         self._aliases = Aliases(most) if most else None
@@ -81,9 +85,11 @@ class Version5:
             reason = refuses_will(connect.will, self.settings)
             if reason is not None:
                 return reason
-        if self.encode(self.connack(connect)) is None:
-            return Reason.PACKET_TOO_LARGE  # it could not be told what it must know
-        return None
+        return None if self.can_accept(connect) else Reason.PACKET_TOO_LARGE
+
+    def can_accept(self, connect: Connect) -> bool:
+        """Whether its client takes a packet large enough to be told what it must know."""
+        return self.encode(self.connack(connect)) is not None
 
     # ------------------------------------------------------------------ what is received
 
@@ -135,12 +141,11 @@ class Version5:
         connect: Connect,
         session_present: bool = False,
         words: Words = NO_WORDS,
-        authenticated: Properties | None = None,
     ) -> Connack:
         """CONNACK of a connection that is accepted. connect: with its client id as it is now."""
         pairs = told(self.settings, self.terms, connect, assigned=self._assigns).pairs
-        if authenticated is not None:
-            pairs = (*pairs, *authenticated.pairs)
+        if self.authentication.told is not None:
+            pairs = (*pairs, *self.authentication.told.pairs)
         return Connack(session_present, Reason.SUCCESS, with_words(words, pairs))
 
     def leave(self, packet: Disconnect) -> None:
@@ -156,11 +161,6 @@ class Version5:
             what = "a session that ends with its connection is to be kept"
             raise MalformedPacket(Reason.PROTOCOL_ERROR, "MQTT5-3.14.2.2.2", what)
         self.terms = replace(self.terms, expiry_s=expiry_s)
-
-    def dialogue_over(self, data: bytes | None) -> Properties | None:
-        """The exchange has succeeded; returns what the client is told with that."""
-        dialogue, self.dialogue = self.dialogue, None
-        return dialogue.properties(data) if dialogue is not None else None
 
     def head_and_properties(
         self, entry: Entry, identifiers: bytes, now_ms: int

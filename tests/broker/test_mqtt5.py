@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
@@ -454,3 +456,16 @@ async def test_everything_the_broker_sends_to_3_1_1_is_3_1_1(broker: Broker) -> 
     new.publish(b"t", b"1", 1, properties=properties((CONTENT_TYPE, b"x"), (TOPIC_ALIAS, 1)))
     (packet,) = await old.publishes(1)
     assert (packet.topic, packet.payload) == (b"t", b"1")
+
+
+async def test_a_connection_that_is_over_is_freed_at_once(broker: Broker) -> None:
+    client = await broker.subscriber(b"dev", b"t", version=5, properties=properties((34, 5)))
+    (connection,) = broker.hub.connections
+    left = weakref.ref(connection)
+    del connection
+    gc.disable()
+    try:
+        await client.cut()
+        await broker.turns(lambda: left() is None)
+    finally:
+        gc.enable()

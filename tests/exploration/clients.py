@@ -168,7 +168,7 @@ def _nothing(link: Link) -> None:
 
 
 class FakeGuard:
-    """amqtt's plugins (connection.Guard): each answer may be held back by the world."""
+    """amqtt's plugins (guard.Guard): each answer may be held back by the world."""
 
     def __init__(self, world: World, link: Link) -> None:
         self.world = world
