@@ -6,13 +6,14 @@ are installed. paho does it on both stores, the others on one.
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
 from broker_ext.demo.broker import BrokerProcess
 from interop.mqtt5.aiomqtt_device import AiomqttDevice
-from interop.mqtt5.device import Options, until
+from interop.mqtt5.device import Options, Will, until
 from interop.mqtt5.gmqtt_device import GmqttDevice
 from interop.mqtt5.mqttjs_device import MqttjsDevice, Node, NotInstalled
 from interop.mqtt5.paho_device import PahoDevice
@@ -30,6 +31,8 @@ RUNS: Final = (
     ("gmqtt", "sqlite"),
     ("mqttjs", "lmdb"),
 )
+FEW: Final = 30
+"""History that the small broker keeps, in messages."""
 
 
 @pytest.fixture(scope="session")
@@ -94,6 +97,12 @@ class Bench:
         self._node = node
         self._made: list[Device] = []
         self.broker = brokers.running(store, "usual")
+
+    def small(self) -> None:
+        """Go on with a broker that keeps few messages, and trusts no other generation."""
+        self.broker = self._brokers.running(
+            self.store, "small", max_messages=FEW, on_generation_change="reset"
+        )
 
     def device(self, name: str) -> Device:
         port, client_id = self.broker.port, f"{self.prefix}-{name}"
@@ -173,6 +182,81 @@ def test_the_newer_connection_takes_over(bench: Bench) -> None:
     assert older.got == []
 
 
+def test_sessions_and_messages_expire(bench: Bench) -> None:
+    """[MQTT5 3.1.2.11.2], [MQTT5-3.3.2-5]"""
+    brief, patient, gone = (bench.device(name) for name in ("brief", "patient", "gone"))
+    brief.up(Options(expiry_s=1))
+    brief.subscribe(bench.topic("a"), 1)
+    brief.down()
+    patient.up(Options(expiry_s=1000))
+    patient.subscribe(bench.topic("a"), 1)
+    patient.down()
+    gone.up(Options(expiry_s=0))
+    gone.subscribe(bench.topic("a"), 1)
+    gone.down()
+    assert not gone.up(Options(expiry_s=0)).present
+    sensor = bench.device("sensor")
+    sensor.up()
+    sensor.publish(bench.topic("a"), b"brief", expiry_s=1)
+    sensor.publish(bench.topic("a"), b"lasting")
+    time.sleep(1.5)  # both of them count seconds of real time
+    assert not brief.up(Options(expiry_s=1)).present
+    assert brief.subscribe(bench.topic("b"), 1) == 1
+    sensor.publish(bench.topic("b"), b"new")
+    brief.has(b"new")
+    assert patient.up().present
+    patient.has(b"lasting")
+
+
+def test_a_reset_says_why(bench: Bench) -> None:
+    """Session Present 0, with the verdict in words and in User Properties."""
+    bench.small()
+    device, other = bench.device("device"), bench.device("other")
+    for one in (device, other):
+        one.up()
+        one.subscribe(bench.topic(one.client_id[-5:]), 1)
+        one.down()
+    sensor = bench.device("sensor")
+    sensor.up()
+    sensor.publish(bench.topic(device.client_id[-5:]), b"lost")
+
+    def told() -> dict[str, str]:
+        sensor.publish(bench.topic(device.client_id[-5:]), *numbered(FEW + 10))
+        told = device.up()
+        device.down()
+        return {} if told.present else dict(told.user)
+
+    until(told, "history is not pruned")
+    assert device.answers[-1].text
+    assert device.answers[-1].user["resume"] == "410 history-pruned"
+    assert device.answers[-1].user.keys() >= {"position", "floor"}
+    bench.broker.kill()
+    next((bench.broker.log.parent / "data").glob("*.identity.json")).unlink()
+    bench.broker.start()
+    answer = other.up()
+    assert not answer.present
+    assert answer.user["resume"] == "409 generation-changed"
+
+
+def test_a_will_waits_for_its_delay(bench: Bench) -> None:
+    """[MQTT5-3.1.3-9]: the one who came back in time has not died."""
+    watcher = bench.device("watcher")
+    watcher.up()
+    watcher.subscribe(bench.topic("will/+"), 1)
+    lost, back = bench.device("lost"), bench.device("back")
+    for device in (lost, back):
+        name = device.client_id.rpartition("-")[2]
+        device.up(Options(will=Will(bench.topic(f"will/{name}"), name.encode(), 1)))
+        device.subscribe(bench.topic("a"), 1)  # so that it is known to have had its CONNACK
+    cut_at = time.monotonic()
+    lost.cut()
+    back.cut()
+    assert back.up().present
+    until(lambda: watcher.got, "no will")
+    assert time.monotonic() - cut_at > 0.9
+    watcher.has(b"lost")
+
+
 def test_a_large_window_drains(bench: Bench) -> None:
     """As many at once as both sides allow; each of them once, in order."""
     device = bench.device("device")
@@ -187,3 +271,30 @@ def test_a_large_window_drains(bench: Bench) -> None:
     until(lambda: len(device.got) >= 3000, "not everything arrived")
     device.quiet()
     assert device.payloads == numbered(3000)
+
+
+def test_a_shared_subscription_serves_one_of_its_group(bench: Bench) -> None:
+    """[MQTT5 4.8.2]; what its members have not had waits for the next one, also over kill -9."""
+    shared = f"$share/group/{bench.topic('#')}"
+    first, second = bench.device("first"), bench.device("second")
+    for member in (first, second):
+        member.up()
+        assert member.subscribe(shared, 1) == 1
+    sensor = bench.device("sensor")
+    sensor.up()
+    sensor.publish(bench.topic("a"), *numbered(40))
+    until(lambda: len(first.got) + len(second.got) >= 40, "not everything arrived")
+    first.quiet()
+    second.quiet()
+    assert sorted(first.payloads + second.payloads) == sorted(numbered(40))
+    assert first.got
+    assert second.got
+    first.down()
+    second.down()
+    sensor.publish(bench.topic("a"), *numbered(80)[40:])
+    sensor.down()
+    bench.restart()
+    assert second.up().present
+    until(lambda: len(first.got) + len(second.got) >= 80, "not everything arrived")
+    second.quiet()
+    assert sorted(first.payloads + second.payloads) == sorted(numbered(80))
