@@ -58,7 +58,7 @@ from storage.errors import (
 from storage.outbox import DeadLetter, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Sequence
+    from collections.abc import Coroutine, Iterable, Sequence
 
     from broker_ext.hub import Hub
     from broker_ext.member import Member
@@ -148,6 +148,7 @@ class Group:
         self._turn: deque[Member] = deque()
         self._topics: dict[bytes, Holder] = {}
         self._from_offset = 0
+        self._skipped = 0
         self._replay: Replay | None = None
         self._next_claim = 1
         self._next_memory = -(1 << 62)
@@ -290,17 +291,16 @@ class Group:
 
         self.committer.submit(op, done)
 
-    def abandon(self) -> None:
-        """Forget everything: it is read again. What members have they may finish, unheard."""
-        for member in list(self.members):
+    def abandon(self, members: Iterable[Member]) -> None:
+        """Forget everything: it is read again by another object. What ``members`` have under way is
+        theirs to finish, unheard, unless it is given back to them."""
+        for member in members:
             for flight in [f for f in member.flights.values() if f.group is self]:
                 member.release(flight)
                 flight.state = SETTLED
             member.groups.pop(self, None)
         self.members.clear()
         self.hub.router.detach(self, self.filter)
-        if self.durable:
-            self.hub.router.count(self.filter, -1)
         self.durable = False
         self.consumer_id = 0
         for flight in self.loose:
@@ -309,6 +309,9 @@ class Group:
 
     def stop(self) -> None:
         """The broker stops."""
+        for task in (self._reading, self._fetching):
+            if task is not None:
+                task.cancel()
         if self.consumer_id:
             self._checkpoint = True
             self._save()
@@ -340,6 +343,9 @@ class Group:
                 if self.live:
                     self.live = False
                     self.cursor = self.committer.last
+                if self.durable:
+                    self._checkpoint = True
+                    self._join(lazy=True)
         if not self.members and not self.wanted:
             self.forsaken()
         else:
@@ -468,7 +474,7 @@ class Group:
         one has room now; and whether anybody could take it at all."""
         best: Member | None = None
         most = 0
-        fits = False
+        fits = not self._turn
         if self.hub.settings.shared_order == "topic":
             holder = self._topics.get(entry.topic)
             if holder is not None and holder.member in self.members:
@@ -690,11 +696,15 @@ class Group:
                 continue
             if flight.qos:
                 member.deliver(flight)
-            else:
-                if flight.entry is not None and member.is_open:
-                    member.publish(self, flight.entry)
-                flight.member = None
+                continue
+            flight.member = None
+            if member in self.members and member.is_open and flight.entry is not None:
+                member.publish(self, flight.entry)
                 self.settle(flight)
+            else:
+                self.left(flight, 0)
+        if not self.members and not self.wanted:
+            self.forsaken()
         self.pump()
 
     def _refused(self, consumer_id: int, outcome: BaseException) -> None:
@@ -707,7 +717,7 @@ class Group:
 
     def checkpoint(self) -> None:
         """Bring the stored position up to what was dispatched, and try again what failed."""
-        if self.durable and self.members:
+        if self.durable:
             at = self.committer.last if self.live else self.cursor
             if at != self.saved_cursor or self._joined or self._unindexed:
                 self._checkpoint = True
@@ -861,11 +871,17 @@ class Group:
         try:
             piece = await self.replay.next(after)
         except ResumeHistoryUnavailable as error:  # damaged: it is the first that matches
-            self.hub.tell_gap(self.client_id, after, error.floor)
+            self.skip(error.floor)
             return [], error.floor
-        if piece.lost is not None and piece.lost.pruned_through > after:
-            self.hub.tell_gap(self.client_id, after, piece.lost.pruned_through)
+        if piece.lost is not None:
+            self.skip(piece.lost.pruned_through)
         return piece.entries, piece.through
+
+    def skip(self, lost_through: int) -> None:
+        """What is gone through here is told, once."""
+        if lost_through > self._skipped:
+            self._skipped = lost_through
+            self.hub.tell_gap(self.client_id, self.cursor, lost_through)
 
     # ------------------------------------------------------- where topic plugins are asked
 

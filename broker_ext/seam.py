@@ -751,6 +751,7 @@ class Seam:
         )
         assert isinstance(acquired, Acquired)
         assert acquired.snapshot is not None
+        hub.shared.ended(acquired.dropped_id)
         for topic_filter in acquired.dropped:
             hub.router.count(topic_filter, -1)
         consumer_id = acquired.snapshot.consumer.id

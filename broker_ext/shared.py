@@ -122,12 +122,10 @@ class Shared:
         if finding.verdict is Verdict.REBIND:
             self.hub.figures.rebound += 1
             log.warning("group %r: %s; it goes on unchecked", name, finding.error)
-        elif finding.verdict is Verdict.SKIP and snapshot.loss is not None:
-            self.hub.tell_gap(
-                group.client_id, snapshot.consumer.cursor, snapshot.loss.pruned_through
-            )
         group.unbound = finding.verdict is Verdict.REBIND
         group.restore(snapshot)
+        if snapshot.loss is not None:
+            group.skip(snapshot.loss.pruned_through)
 
     def _tell_reset(self, name: bytes, reason: str, error: object) -> None:
         resets = self.hub.figures.resets
@@ -141,21 +139,29 @@ class Shared:
         task.add_done_callback(self._reloading.discard)
 
     async def _reload(self, group: Group) -> None:
-        members = dict(group.members)
-        group.abandon()
-        self.groups.pop(group.name, None)
+        name, was_durable, joined = group.name, group.durable, dict(group.members)
+        sessions = self.hub.registry.owners.values()
+        members = [session.member for session in sessions if session.member is not None]
+        group.abandon(members)
+        self.forget(group)
         try:
-            outcome = await self._acquire(group.name)
+            outcome = await self._acquire(name)
             assert outcome.snapshot is not None
-            await self._take_over(group.name, outcome.snapshot, outcome.log)
+            follows = bool(outcome.snapshot.subscriptions)
+            self.hub.router.count(group.filter, follows - was_durable)
+            await self._take_over(name, outcome.snapshot, outcome.log)
+            if self.counts.get(name):
+                await self._group(name).make_durable()
         except StoreError as error:
             # no traceback: the store has said why, and its members' next SUBSCRIBE tries again
-            log.error("group %r cannot be read: %s", group.name, error)  # noqa: TRY400
+            log.error("group %r cannot be read: %s", name, error)  # noqa: TRY400
             return
-        for member, (qos, options) in members.items():
+        for member in members:
             if not member.ended:
                 self._give_back(member)
-                self._group(group.name).join(member, qos, options)
+        for member, (qos, options) in joined.items():
+            if not member.ended:
+                self._group(name).join(member, qos, options)
 
     # ---------------------------------------------------------------------------- groups
 

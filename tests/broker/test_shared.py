@@ -855,4 +855,59 @@ async def test_a_write_that_is_refused_makes_the_group_read_its_record_again(
     first.send(Pubrec(sent.packet_id))
     async with taking(first, second) as takers:
         await takers.have(b"3")
+        await publisher.deliver(b"t", *numbered(10, 10), qos=2)
+        await takers.have(b"3", *numbered(10, 10))
         await is_settled(broker)
+    assert broker.hub.figures.fenced == 1
+
+
+async def test_members_that_leave_while_the_history_is_read_lose_nothing(
+    durable_broker: Broker,
+) -> None:
+    broker = durable_broker
+    (only,) = await members(broker, 1)
+    await only.disconnect()
+    publisher = await broker.connect(b"pub")
+    await publisher.deliver(b"t", *numbered(1000))
+    await broker.restart()  # nothing of it is in memory now
+    read = broker.store.hang_read(nth=2)
+    only = await broker.connect(b"member-0")
+    await read.reached.wait()
+    await only.cut()
+    read.release()
+    group = broker.hub.shared.groups[JOBS]
+    await broker.turns(lambda: group._reading is None)
+    only = await broker.connect(b"member-0")
+    assert await only.payloads(1000) == numbered(1000)
+
+
+async def test_a_member_with_qos_0_that_leaves_before_the_commit_costs_nothing(
+    broker: Broker,
+) -> None:
+    (durable,) = await members(broker, 1)
+    await durable.disconnect()
+    passing = await broker.connect(b"passing", clean=True)
+    await passing.subscribe((JOBS, 0))
+    publisher = await broker.connect(b"pub")
+    gate = broker.store.hang_submit()
+    publisher.publish(b"t", b"x", 1)
+    await gate.reached.wait()
+    await passing.cut()
+    gate.release()
+    await publisher.next(Puback)
+    durable = await broker.connect(b"member-0")
+    assert await durable.payloads(1) == [b"x"]
+    await is_settled(broker)
+
+
+async def test_what_was_settled_is_pruned_when_everybody_has_left(broker: Broker) -> None:
+    team = await members(broker, 2)
+    publisher = await broker.connect(b"pub")
+    await publisher.deliver(b"t", *numbered(20))
+    for client in team:
+        await client.payloads(10)
+        await client.disconnect()
+    await broker.hub.committer.drain()
+    broker.clock.advance(ms=1)
+    await broker.hub._prune()
+    assert await broker.history() == []
