@@ -241,6 +241,16 @@ class Hub:
         await asyncio.sleep(self.settings.will_recovery_delay_s)
         self.wills.publish_orphans()
 
+    # ------------------------------------------------------------------- for an operator
+
+    def outbox_changed(self) -> None:
+        """Something in the outbox is due that was not before."""
+        self.sinks.wake()
+
+    def destinations(self) -> dict[str, str]:
+        """Sink -> scheme and host of where it sends."""
+        return {one.name: one.destination for one in self.settings.sinks}
+
     # ---------------------------------------------------------------------------- resets
 
     def tell_reset(self, client_id: bytes, finding: Finding) -> None:

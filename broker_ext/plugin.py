@@ -13,6 +13,7 @@ from amqtt.plugins.base import BasePlugin
 
 from broker_ext.control import Control
 from broker_ext.hub import Hub
+from broker_ext.operating import OPERATING
 from broker_ext.rekeying import REKEYING, Rekeying
 from broker_ext.seam import Seam
 from broker_ext.settings import Settings
@@ -231,7 +232,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             self._seam.refuse_to_start(error)
             return
         self.hub = hub
-        self._control = Control(hub, self._data, REKEYING)
+        self._control = Control(hub, self._data, OPERATING | REKEYING)
         self._control.start()
         self._seam.watch_listeners(self.on_broker_pre_shutdown)
 

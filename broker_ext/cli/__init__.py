@@ -1,7 +1,7 @@
 """The command line `amqtt-durable`: `serve` runs a durable broker, `demo` shows what it is for.
 
 `backup`, `restore`, `migrate`, `check` and `rekey` are what an operator does to a data directory;
-`sessions` and `kick` ask the broker that serves it.
+`sessions` and `kick` ask the broker that serves it; `outbox ...` asks it, or the store itself.
 
 Each command is declared here and imports what it needs when it runs: `serve` must listen soon,
 so it never pays for paho or rich, and `--help` pays for neither. A further command is one more
@@ -23,6 +23,9 @@ import typer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from types import ModuleType
+
+    from broker_ext.cli.outbox import Desk
 
 __all__ = ["app", "main"]
 
@@ -341,6 +344,127 @@ def kick(
 
         if not watching.kick(_data(data), client_id):
             raise typer.Exit(1)
+
+
+outbox_app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(outbox_app, name="outbox")
+
+
+@outbox_app.callback()
+def _outbox() -> None:
+    """What sinks have to send, and dead letters; also where no broker runs.
+
+    Destinations and client ids are masked. Without a broker, a sealed store needs its keys.
+    """
+
+
+QueueOption = Annotated[str | None, typer.Option("--queue", help="Of this sink only.")]
+
+
+@outbox_app.command("backlog")
+def outbox_backlog(
+    data: DataOption = None,
+    unmask: UnmaskOption = False,
+    as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
+) -> None:
+    """Count messages by state, and how long the oldest has been due."""
+    with _desk(data, key_file, key_env) as (outbox, desk):
+        outbox.backlog(desk, is_unmasked=unmask, as_json=as_json)
+
+
+@outbox_app.command("dead-letters")
+def outbox_dead_letters(
+    data: DataOption = None,
+    queue: QueueOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 1000,
+    unmask: UnmaskOption = False,
+    as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
+) -> None:
+    """List messages that are not tried again."""
+    with _desk(data, key_file, key_env) as (outbox, desk):
+        outbox.dead_letters(desk, queue, limit=limit, is_unmasked=unmask, as_json=as_json)
+
+
+@outbox_app.command("show")
+def outbox_show(
+    message_id: Annotated[int, typer.Argument(metavar="ID", min=1)],
+    data: DataOption = None,
+    payload: Annotated[bool, typer.Option("--payload", help="Its payload, too: base64.")] = False,
+    unmask: UnmaskOption = False,
+    as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
+) -> None:
+    """Tell everything about one message."""
+    with _desk(data, key_file, key_env) as (outbox, desk):
+        outbox.show(desk, message_id, has_payload=payload, is_unmasked=unmask, as_json=as_json)
+
+
+@outbox_app.command("reissue")
+def outbox_reissue(
+    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...")] = None,
+    data: DataOption = None,
+    all_of: Annotated[
+        str | None, typer.Option("--all", metavar="SINK", help="Every dead letter of a sink.")
+    ] = None,
+    as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
+) -> None:
+    """Have dead letters sent again, each as a fresh message. The audit has who asked.
+
+    Exits with 1 if one of them was refused.
+    """
+    if bool(ids) == (all_of is not None):
+        raise typer.BadParameter("name the messages, or a sink with --all")
+    with _desk(data, key_file, key_env) as (outbox, desk):
+        if not outbox.reissue(desk, ids or [], all_of, as_json=as_json):
+            raise typer.Exit(1)
+
+
+@outbox_app.command("purge")
+def outbox_purge(
+    data: DataOption = None,
+    queue: QueueOption = None,
+    done_days: Annotated[
+        float, typer.Option(min=0, help="Keep what was delivered or expired for so long.")
+    ] = 30,
+    dead_days: Annotated[float, typer.Option(min=0, help="Keep dead letters for so long.")] = 90,
+    as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
+) -> None:
+    """Delete messages that ended long ago."""
+    with _desk(data, key_file, key_env) as (outbox, desk):
+        outbox.purge(desk, queue, done_days=done_days, dead_days=dead_days, as_json=as_json)
+
+
+@outbox_app.command("audit")
+def outbox_audit(
+    data: DataOption = None,
+    as_json: JsonOption = False,
+    key_file: KeyFileOption = None,
+    key_env: KeyEnvOption = None,
+) -> None:
+    """List who had which dead letter reissued."""
+    with _desk(data, key_file, key_env) as (outbox, desk):
+        outbox.audit(desk, as_json=as_json)
+
+
+@contextlib.contextmanager
+def _desk(
+    data: Path | None, key_file: Path | None, key_env: str | None
+) -> Iterator[tuple[ModuleType, Desk]]:
+    with _told():
+        from broker_ext.cli import outbox  # noqa: PLC0415 - not for `--help`
+        from broker_ext.cli.operations import Keys  # noqa: PLC0415
+
+        with outbox.Desk(_data(data), Keys(key_file, key_env)) as desk:
+            yield outbox, desk
 
 
 def _data(data: Path | None) -> Path:
