@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from broker_ext.connection import Connection
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from storage.api import Op
 
-__all__ = ["MUTATIONS", "SCHEDULES_MAX", "TABLE", "Mutation", "caught"]
+__all__ = ["MUTATIONS", "SCHEDULES_MAX", "TABLE", "Mutation", "Patch", "caught", "source"]
 
 SCHEDULES_MAX: Final = 3000
 """A mutation that this many schedules do not catch is not caught."""
@@ -52,14 +53,15 @@ class Mutation:
     patch: Patch
 
 
-def source(owner: type, method: str, old: str, new: str) -> Patch:
-    """Replace ``old`` in the source of a method."""
+def source(owner: type | ModuleType, method: str, old: str, new: str) -> Patch:
+    """Replace ``old`` in the source of a method, or of a function of a module."""
 
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         text = textwrap.dedent(inspect.getsource(getattr(owner, method)))
         assert text.count(old) == 1, f"{owner.__name__}.{method} does not read as it did"
         text = text.replace(old, new).replace("super()", f"super({owner.__name__}, self)")
-        names = dict(vars(sys.modules[owner.__module__]))
+        module = owner if isinstance(owner, ModuleType) else sys.modules[owner.__module__]
+        names = dict(vars(module))
         flags = __future__.annotations.compiler_flag
         exec(compile(text, f"<broken {method}>", "exec", flags), names)  # noqa: S102 - our own
         monkeypatch.setattr(owner, method, names[method])
