@@ -111,6 +111,7 @@ class Connection(asyncio.Protocol):
         "_authenticating",
         "_connecting",
         "_flush_scheduled",
+        "_had_last_word",
         "_lane",
         "_lane_bytes",
         "_lane_task",
@@ -167,6 +168,7 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._flush_scheduled = False
+        self._had_last_word = False
         self._waiting: deque[_Waiting] = deque()
         self._lane: deque[Packet] = deque()
         self._lane_bytes = 0
@@ -679,7 +681,7 @@ class Connection(asyncio.Protocol):
             return
         self._parts = []
         self._parts_bytes = 0
-        if self.closed:
+        if self.closed or self._had_last_word:
             return
         data = b"".join(parts) if len(parts) > 1 else parts[0]
         if self.guard.slow:
@@ -803,6 +805,7 @@ class Connection(asyncio.Protocol):
         self.ended = end
         self._lane.clear()
         session = self.session
+        told = None
         if session is not None:
             self.hub.registry.leave(session, end)
             self.guard.disconnected(session, end)
@@ -819,6 +822,13 @@ class Connection(asyncio.Protocol):
         self.deadline_s = self.hub.clock.monotonic() + LINGER_S
         if self.congested or (end is SILENT and self.five is None):
             self.transport.abort()
+        elif told is not None and not self._stopped and self.transport.can_write_eof():
+            # what a client sends to a closed socket makes TCP reset the connection, and it may
+            # never read why (RFC 1122, 4.2.2.13): it is read and dropped, until it has closed, too
+            self.transport.write_eof()
+            self._had_last_word = True
+            if self._paused:
+                self.transport.resume_reading()
         else:
             self.transport.close()
 

@@ -65,6 +65,12 @@ class _QueuedTransport:
             self.connection.pause_writing()
         self._wake.set()
 
+    def can_write_eof(self) -> bool:
+        return False
+
+    def write_eof(self) -> None:
+        raise NotImplementedError
+
     def close(self) -> None:
         self._closing = True
         self._wake.set()

@@ -114,10 +114,13 @@ class Client:
         for packet in new:
             self.judge(packet)
 
+    def can_write_eof(self) -> bool:
+        return True
+
     def close(self) -> None:
         self.closed = True
 
-    abort = close
+    abort = write_eof = close
 
     def pause_reading(self) -> None: ...
     def resume_reading(self) -> None: ...

@@ -365,6 +365,12 @@ class Link:
             if self.up:
                 self._receive(packet)
 
+    def can_write_eof(self) -> bool:
+        return False
+
+    def write_eof(self) -> None:
+        raise NotImplementedError
+
     def close(self) -> None:
         self.closing = True
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import select
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -190,13 +193,36 @@ async def test_a_session_that_amqtt_stops_is_told_so(tmp_path: Path) -> None:
         assert (await client.next(Disconnect)).reason == 0x98
 
 
+async def test_one_that_goes_on_sending_reads_why_its_connection_ended(tmp_path: Path) -> None:
+    """TCP would reset the connection under it if the socket were closed at once."""
+    async with running(tmp_path, plugins=ANONYMOUS) as broker:
+        wire = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", broker.port()), 5)
+        with wire:
+
+            def talk() -> bytes:
+                wire.sendall(encode(Connect(5, b"dev", True), 5))
+                wire.recv(1000)
+                wire.sendall(b"\x82\x00")  # a SUBSCRIBE without a body
+                select.select([wire], [], [], 5)
+                for _ in range(20):
+                    wire.sendall(bytes(100_000))
+                said = b""
+                while data := wire.recv(1000):
+                    said += data
+                return said
+
+            (told,) = Decoder(server=False, version=5).feed(await asyncio.to_thread(talk))
+        assert isinstance(told, Disconnect)
+        assert told.reason == 0x81
+
+
 async def test_mqtt_5_over_a_websocket(tmp_path: Path) -> None:
     listeners = {"default": {"type": "ws", "bind": "127.0.0.1:0"}}
     async with running(tmp_path, listeners=listeners) as broker:
         url = f"ws://127.0.0.1:{broker.port()}"
-        async with connect_websocket(url, subprotocols=["mqtt"]) as socket:  # type: ignore[list-item]
-            await socket.send(encode(Connect(5, b"dev", True), 5))
+        async with connect_websocket(url, subprotocols=["mqtt"]) as web:  # type: ignore[list-item]
+            await web.send(encode(Connect(5, b"dev", True), 5))
             decoder = Decoder(server=False, version=5)
-            (connack,) = decoder.feed(await socket.recv())  # type: ignore[arg-type]
+            (connack,) = decoder.feed(await web.recv())  # type: ignore[arg-type]
             assert isinstance(connack, Connack)
             assert connack.properties is not None
