@@ -47,6 +47,7 @@ from storage.outbox import (
     Settle,
     writing,
 )
+from storage.outbox.books import Books
 from storage.records import decode_will, encode_will
 from storage.retention import prune
 
@@ -87,6 +88,9 @@ _OPERATIONS: Final[dict[type, Callable[..., Outcome]]] = {
     StoreWill: _store_will,
     DropWill: _drop_will,
     Prune: prune,
+}
+
+_OUTBOX: Final[dict[type, Callable[..., Outcome]]] = {
     Enqueue: writing.enqueue,
     ClaimNext: writing.claim_next,
     Extend: writing.extend,
@@ -156,11 +160,22 @@ class Engine:
 
 def _outcomes(txn: WriteTxn, history: History | None, batch: Batch) -> list[Outcome]:
     outcomes: list[Outcome] = []
+    books: Books | None = None  # shared by operations of the outbox that follow each other
     for op in batch.ops:
+        work = _OUTBOX.get(type(op))
         try:
+            if work is not None:
+                books = books or Books(txn)
+                outcomes.append(work(books, op))
+                continue
+            if books is not None:
+                books.close()
+                books = None
             outcomes.append(_OPERATIONS[type(op)](txn, history, op))
         except StoreRefusal as refusal:
             outcomes.append(refusal)
+    if books is not None:
+        books.close()
     return outcomes
 
 

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from interop.bench import brokers, resuming, storing
+from interop.bench import brokers, queueing, resuming, storing
 from interop.bench.comparing import compare, goals, is_chosen, overview, tell
 from interop.bench.scenarios import FULL, TINY
 
@@ -30,10 +30,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("brokers", "resume", "store"),
+        choices=("brokers", "resume", "store", "outbox"),
         default="brokers",
         help="brokers: every broker that is installed (default); resume: what coming back and "
-        "pruning cost; store: the store alone",
+        "pruning cost; store: the store alone; outbox: claims and settlements",
     )
     parser.add_argument("--stores", default="lmdb,sqlite", help="which of ours  [lmdb,sqlite]")
     parser.add_argument(
@@ -103,6 +103,9 @@ def main() -> None:
     elif arguments.what == "store":
         seconds = storing.TINY_S if arguments.tiny else storing.FULL_S
         texts, figures = storing.run(arguments.stores, arguments.repeat, seconds)
+    elif arguments.what == "outbox":
+        messages = queueing.TINY if arguments.tiny else queueing.FULL
+        texts, figures = queueing.run(arguments.stores, arguments.repeat, messages)
     else:
         texts, figures = _brokers(arguments)
     print("\n\n".join([host, *texts]))

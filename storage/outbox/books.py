@@ -1,8 +1,8 @@
-"""The rows of the outbox as one operation works on them.
+"""The rows of the outbox as the operations of one batch work on them.
 
 Rule 1. ``Books.put`` is the only way a message changes: it brings every row by which the message is
         found (rows.indexes), its body and the figures of its queue in line with the move.
-Rule 2. Figures and numbers are read once, kept here while the operation runs, and written by
+Rule 2. Figures and numbers are read once, kept here while the operations run, and written by
         ``close``. That they are damaged is MetaDamaged, which no refusal is: the batch fails.
 """
 
@@ -61,21 +61,28 @@ def read_queue(txn: ReadTxn, number: int) -> Queue:
 
 
 class Books:
-    """One operation's view of the outbox. Make it, change rows, ``close`` it."""
+    """A view of the outbox. Make it, change rows, ``close`` it; one at a time."""
 
-    __slots__ = ("_changed", "_ends", "_queues", "txn")
+    __slots__ = ("_changed", "_ends", "_is_counted", "_queues", "txn")
 
     def __init__(self, txn: WriteTxn) -> None:
         self.txn = txn
         self._ends: Ends | None = None
         self._queues: dict[int, Queue] = {}
         self._changed: set[int] = set()
+        self._is_counted = False
 
     def next(self, kind: Literal["message", "claim", "queue", "audit"]) -> int:
         """Take the next number of a kind."""
+        self._is_counted = True
+        return self.ends.next(kind)
+
+    @property
+    def ends(self) -> Ends:
+        """The numbers to be given next."""
         if self._ends is None:
             self._ends = read_ends(self.txn)
-        return self._ends.next(kind)
+        return self._ends
 
     def queue(self, number: int) -> Queue:
         """By its number."""
@@ -156,5 +163,5 @@ class Books:
         for number in self._changed:
             raw = self._queues[number].pack()
             put(Space.OUTBOX_QUEUE, FIGURES_PREFIX + U64.pack(number), raw)
-        if self._ends is not None:
-            put(Space.OUTBOX_QUEUE, ENDS_KEY, self._ends.pack())
+        if self._is_counted:
+            put(Space.OUTBOX_QUEUE, ENDS_KEY, self.ends.pack())

@@ -1,7 +1,8 @@
 """Operations on the outbox: each reads the rows it needs, checks, and moves them.
 
 Rule 1. A refusal is raised before the first change; so a refused operation changed nothing.
-Rule 2. ``_move`` looks every move up in the table of legal moves (storage.outbox.moves).
+Rule 2. Operations of one batch share their Books, which the engine closes.
+Rule 3. ``_move`` looks every move up in the table of legal moves (storage.outbox.moves).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from storage.errors import ClaimNotHeld, MessageDamaged, ReissueRefused
 from storage.kv import U64, U64_U64, Space
 from storage.names import filter_hash
-from storage.outbox.books import Books, body_of, read_ends, row_of
+from storage.outbox.books import Books, body_of, row_of
 from storage.outbox.moves import LIVE, MOVES, Event, Failure, State, Verdict
 from storage.outbox.rows import NO_KEY, Row, decode_audit, encode_audit
 from storage.outbox.vocabulary import (
@@ -42,7 +43,6 @@ from storage.outbox.vocabulary import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from storage.history import History
     from storage.kv import ReadTxn, WriteTxn
     from storage.outbox.rows import Queue
 
@@ -102,21 +102,13 @@ def _found(books: Books, space: Space, key: bytes) -> Row | None:
 # --------------------------------------------------------------------------------- enqueuing
 
 
-def enqueue(txn: WriteTxn, _: History | None, op: Enqueue) -> Enqueued:
-    """See storage.outbox.Enqueue."""
-    books = Books(txn)
-    enqueued = _enqueue(books, op)
-    books.close()
-    return enqueued
-
-
 def add(
     txn: WriteTxn, enqueued: Sequence[Enqueue], dead: Sequence[DeadLetter], client_id: bytes
 ) -> None:
     """What an Advance leaves in the outbox."""
     books = Books(txn)
     for op in enqueued:
-        _enqueue(books, op)
+        enqueue(books, op)
     for letter in dead:
         _bury(books, letter, client_id)
     books.close()
@@ -137,7 +129,8 @@ def _holder(txn: ReadTxn, queue: int, kind: bytes, key: bytes) -> Row | None:
         return None
 
 
-def _enqueue(books: Books, op: Enqueue) -> Enqueued:
+def enqueue(books: Books, op: Enqueue) -> Enqueued:
+    """See storage.outbox.Enqueue."""
     queue = books.named(op.queue)
     key, supersede = _hashed(op.key), _hashed(op.supersede_key)
     if (known := _holder(books.txn, queue.number, b"i", key)) is not None:
@@ -204,16 +197,15 @@ def _bury(books: Books, letter: DeadLetter, client_id: bytes) -> None:
 # ---------------------------------------------------------------------------------- claiming
 
 
-def claim_next(txn: WriteTxn, _: History | None, op: ClaimNext) -> Claimed:
+def claim_next(books: Books, op: ClaimNext) -> Claimed:
     """See storage.outbox.ClaimNext."""
     assert 1 <= op.limit <= CLAIM_MESSAGES_MAX, "a claim is of 1 to CLAIM_MESSAGES_MAX messages"
     if not _is_worker(op.worker):
         raise ClaimNotHeld(0, 0, found="incomplete")
-    books = Books(txn)
     queue = books.find(op.queue)
     if queue is None:
         return Claimed(())
-    due = txn.scan(
+    due = books.txn.scan(
         Space.OUTBOX_DUE, U64.pack(queue.number), U64_U64.pack(queue.number, op.now_ms + 1)
     )
     keys = [key for key, _ in islice(due, op.limit)]
@@ -222,7 +214,6 @@ def claim_next(txn: WriteTxn, _: History | None, op: ClaimNext) -> Claimed:
     number = books.next("claim")
     batch = _Acquisition(books, op, queue, number)
     is_full = not all(map(batch.take, keys))
-    books.close()
     more = is_full or len(keys) == op.limit
     return Claimed(tuple(batch.messages), tuple(batch.expired), tuple(batch.unreadable), more)
 
@@ -298,30 +289,24 @@ def _held(txn: ReadTxn, credential: Credential, now_ms: int) -> Row:
     raise ClaimNotHeld(0, claim, message_id, found)
 
 
-def extend(txn: WriteTxn, _: History | None, op: Extend) -> None:
+def extend(books: Books, op: Extend) -> None:
     """See storage.outbox.Extend."""
-    row = _held(txn, op.credential, op.now_ms)
-    _put(txn, _move(row, Event.EXTEND, until_ms=max(row.until_ms, op.until_ms)), row)
+    row = _held(books.txn, op.credential, op.now_ms)
+    books.put(_move(row, Event.EXTEND, until_ms=max(row.until_ms, op.until_ms)), row)
 
 
-def release(txn: WriteTxn, _: History | None, op: Release) -> None:
+def release(books: Books, op: Release) -> None:
     """See storage.outbox.Release."""
-    row = _held(txn, op.credential, op.now_ms)
-    _put(txn, _move(row, Event.RELEASE, until_ms=0), row)
+    row = _held(books.txn, op.credential, op.now_ms)
+    books.put(_move(row, Event.RELEASE, until_ms=0), row)
 
 
-def settle(txn: WriteTxn, _: History | None, op: Settle) -> State:
+def settle(books: Books, op: Settle) -> State:
     """See storage.outbox.Settle."""
-    row = _held(txn, op.credential, op.now_ms)
+    row = _held(books.txn, op.credential, op.now_ms)
     after = _settled(row, op)
-    _put(txn, after, row)
+    books.put(after, row)
     return after.state
-
-
-def _put(txn: WriteTxn, after: Row, before: Row) -> None:
-    books = Books(txn)
-    books.put(after, before)
-    books.close()
 
 
 def _settled(row: Row, op: Settle) -> Row:
@@ -340,13 +325,12 @@ def _settled(row: Row, op: Settle) -> Row:
 # --------------------------------------------------------------------------------- sweeping
 
 
-def reap(txn: WriteTxn, _: History | None, op: Reap) -> Reaped:
+def reap(books: Books, op: Reap) -> Reaped:
     """See storage.outbox.Reap. Goes by lease time alone, whoever the worker was."""
-    lapsed = txn.scan(Space.OUTBOX_LEASE, stop=U64.pack(op.now_ms + 1))
+    lapsed = books.txn.scan(Space.OUTBOX_LEASE, stop=U64.pack(op.now_ms + 1))
     keys = [key for key, _ in islice(lapsed, op.limit)]
     waiting: list[int] = []
     dead: list[int] = []
-    books = Books(txn)
     for key in keys:
         row = _found(books, Space.OUTBOX_LEASE, key)
         if row is None:
@@ -355,46 +339,41 @@ def reap(txn: WriteTxn, _: History | None, op: Reap) -> Reaped:
         after = _failed(row, op.now_ms, op.now_ms + delay_ms, Failure.LAPSED)
         books.put(after, row)
         (dead if after.state is State.DEAD else waiting).append(row.id)
-    books.close()
     return Reaped(tuple(waiting), tuple(dead), len(keys) == op.limit)
 
 
-def expire_messages(txn: WriteTxn, _: History | None, op: ExpireMessages) -> tuple[int, ...]:
+def expire_messages(books: Books, op: ExpireMessages) -> tuple[int, ...]:
     """See storage.outbox.ExpireMessages."""
-    over = txn.scan(Space.OUTBOX_EXPIRY, stop=U64.pack(op.now_ms + 1))
+    over = books.txn.scan(Space.OUTBOX_EXPIRY, stop=U64.pack(op.now_ms + 1))
     expired: list[int] = []
-    books = Books(txn)
     for key, _value in list(islice(over, op.limit)):
         row = _found(books, Space.OUTBOX_EXPIRY, key)
         if row is not None:
             books.put(_ended(row, Event.EXPIRE, op.now_ms, failure=Failure.EXPIRED), row)
             expired.append(row.id)
-    books.close()
     return tuple(expired)
 
 
-def purge(txn: WriteTxn, _: History | None, op: Purge) -> Purged:
+def purge(books: Books, op: Purge) -> Purged:
     """See storage.outbox.Purge."""
-    books = Books(txn)
     deleted = 0
     for number in _queues(books, op.queue):
         for is_dead, before_ms in ((0, op.done_before_ms), (1, op.dead_before_ms)):
             start = U64.pack(number) + bytes((is_dead,))
-            over = txn.scan(Space.OUTBOX_ENDED, start, start + U64.pack(before_ms))
+            over = books.txn.scan(Space.OUTBOX_ENDED, start, start + U64.pack(before_ms))
             for key, _value in list(islice(over, op.limit - deleted)):
                 row = _found(books, Space.OUTBOX_ENDED, key)
                 if row is not None:
                     books.delete(row)
                 deleted += 1
-    audit = _purge_audit(txn, op)
-    books.close()
+    audit = _purge_audit(books.txn, op)
     return Purged(deleted, audit, op.limit in {deleted, audit})
 
 
 def _queues(books: Books, only: bytes) -> range | list[int]:
     """Numbers of the queue of a name, or of all."""
     if not only:
-        return range(1, read_ends(books.txn).queue)
+        return range(1, books.ends.queue)
     found = books.find(only)
     return [] if found is None else [found.number]
 
@@ -417,8 +396,9 @@ def _purge_audit(txn: WriteTxn, op: Purge) -> int:
 # --------------------------------------------------------------------------------- operating
 
 
-def reissue(txn: WriteTxn, _: History | None, op: Reissue) -> Reissued:
+def reissue(books: Books, op: Reissue) -> Reissued:
     """See storage.outbox.Reissue."""
+    txn = books.txn
     old = row_of(txn, op.message_id)
     if old is None:
         raise ReissueRefused(op.message_id, "gone")
@@ -430,7 +410,6 @@ def reissue(txn: WriteTxn, _: History | None, op: Reissue) -> Reissued:
     body = body_of(txn, old)
     if body is None:
         raise ReissueRefused(op.message_id, "erased")
-    books = Books(txn)
     number = books.next("message")
     if 0 < body.expires_ms <= op.now_ms:  # a deadline that is over would end it at once
         body = body._replace(expires_ms=0)
@@ -456,5 +435,4 @@ def reissue(txn: WriteTxn, _: History | None, op: Reissue) -> Reissued:
     queue = books.queue(old.queue).name
     record = AuditRecord(books.next("audit"), op.now_ms, op.actor, queue, old.id, number)
     txn.put(Space.AUDIT, U64.pack(record.number), encode_audit(record))
-    books.close()
     return Reissued(number, queue)

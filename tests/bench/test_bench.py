@@ -73,3 +73,11 @@ def test_store(tmp_path: Path) -> None:
     for name, found in figures.items():
         assert found[0]["commits_per_s"] > 0, name
     assert text.count("append + Advance, fsync") == 4
+
+
+def test_outbox(tmp_path: Path) -> None:
+    text, figures = bench(tmp_path, "outbox")
+    assert list(figures) == ["lmdb 1", "sqlite 1", "lmdb 4", "sqlite 4"]
+    for name, (found,) in figures.items():
+        assert min(found.values()) > 0, name
+    assert "claimed and settled/s" in text

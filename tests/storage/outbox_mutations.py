@@ -57,9 +57,10 @@ def operation(module: ModuleType, name: str, old: str, new: str) -> Patch:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
         before = getattr(module, name)
         source(module, name, old, new)(monkeypatch)
-        for kind, function in engine._OPERATIONS.items():
-            if function is before:
-                monkeypatch.setitem(engine._OPERATIONS, kind, getattr(module, name))
+        for table in (engine._OPERATIONS, engine._OUTBOX):
+            for kind, function in table.items():
+                if function is before:
+                    monkeypatch.setitem(table, kind, getattr(module, name))
 
     return patch
 
@@ -97,13 +98,13 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "enqueue is idempotent by key",
         "nobody looks for the key",
-        source(writing, "_enqueue", ", key)) is not None:", ", key)) is not None and False:"),
+        operation(writing, "enqueue", ", key)) is not None:", ", key)) is not None and False:"),
         test_outbox.test_a_key_that_is_known_enqueues_nothing_whatever_became_of_it,
     )
     yield Mutation(
         "not before `not_before`",
         "it is due at once",
-        source(writing, "_enqueue", "max(op.now_ms, op.not_before_ms)", "op.now_ms"),
+        operation(writing, "enqueue", "max(op.now_ms, op.not_before_ms)", "op.now_ms"),
         test_outbox.test_not_before_is_not_due_before,
     )
     yield Mutation(
@@ -115,15 +116,15 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "a newer message supersedes an older one that waits",
         "nobody looks for the older one",
-        source(writing, "_enqueue", "if older is not None:", "if False:"),
+        operation(writing, "enqueue", "if older is not None:", "if False:"),
         test_outbox.test_a_newer_message_supersedes_those_that_wait,
     )
     yield Mutation(
         "... and one that is claimed: whoever commits first wins",
         "a claimed message is left alone",
-        source(
+        operation(
             writing,
-            "_enqueue",
+            "enqueue",
             "if older is not None:",
             "if older is not None and older.state is State.WAITING:",
         ),
@@ -189,7 +190,7 @@ def _table() -> Iterator[Mutation]:
             writing,
             "_held",
             "    raise ClaimNotHeld(0, claim, message_id, found)",
-            "    if row: _put(txn, row._replace(attempts=row.attempts + 1), row)\n"
+            "    if row: txn.put(Space.OUTBOX, U64.pack(row.id), row._replace(attempts=9).pack())\n"
             "    raise ClaimNotHeld(0, claim, message_id, found)",
         ),
         test_outbox_claims.test_a_claim_that_was_taken_by_another_worker_settles_nothing,
@@ -201,8 +202,8 @@ def _table() -> Iterator[Mutation]:
         operation(
             writing,
             "extend",
-            "_held(txn, op.credential, op.now_ms)",
-            "row_of(txn, op.credential.message_id)",
+            "_held(books.txn, op.credential, op.now_ms)",
+            "row_of(books.txn, op.credential.message_id)",
         ),
         test_outbox_claims.test_two_dispatchers_replay,
         {"late": "a late extend", "taken_by": "another node"},
@@ -428,14 +429,14 @@ async def _run(mutation: Mutation, caplog: Any) -> None:
             return
         db = Database(OnDisk(kind, path))
         await db.open()
-        usual = {
+        clock = ManualClock(NOW_MS)
+        usual: dict[str, Callable[[], Any]] = {
             "db": lambda: db,
             "outbox": lambda: Outbox(db),
             "clock": lambda: clock,
             "handles": lambda: Handles(db.store, clock),
             "caplog": lambda: caplog,
         }
-        clock = ManualClock(NOW_MS)
         for name in wanted:
             if name in usual and name not in given:
                 given[name] = usual[name]()
