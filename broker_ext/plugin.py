@@ -24,12 +24,16 @@ from storage.clock import SystemClock
 from storage.durable import DurableStore
 from storage.errors import StoreError
 from storage.keyring import looks_like_a_key, read_keys
+from storage.outbox import QUEUE_BYTES_MAX
+from storage.roles import LEASE_MS
 
 if TYPE_CHECKING:
     from amqtt.broker import BrokerContext
 
     from broker_ext.history import History
     from storage.keyring import Keyring
+    from storage.outbox import Schedule
+    from storage.roles import Producer, Worker
 
 __all__ = ["DurableSessionPlugin"]
 
@@ -196,10 +200,38 @@ class DurableSessionPlugin(BasePlugin[Any]):
     @property
     def history(self) -> History:
         """The history, to read on from a position of your own; while the broker runs."""
+        return self._running().history
+
+    def producer(self, queue: str) -> Producer:
+        """Enqueue to a queue of your own in the outbox; while the broker runs.
+
+        Raises ValueError for a queue that is a sink's or the broker's.
+        """
+        return self._running().handles.producer(self._own_queue(queue))
+
+    def worker(
+        self, queue: str, *, lease_ms: int = LEASE_MS, schedule: Schedule | None = None
+    ) -> Worker:
+        """Work off a queue of your own; while the broker runs. Lapsed leases are reaped and what
+        ended is purged by the broker. Raises ValueError as ``producer``."""
+        handles = self._running().handles
+        return handles.worker(self._own_queue(queue), lease_ms=lease_ms, schedule=schedule)
+
+    def _running(self) -> Hub:
         if self.hub is None:
             msg = "the broker is not running"
             raise RuntimeError(msg)
-        return self.hub.history
+        return self.hub
+
+    def _own_queue(self, queue: str) -> bytes:
+        name = queue.encode()
+        if not 0 < len(name) <= QUEUE_BYTES_MAX or queue.startswith("$"):
+            msg = f"{queue!r} is no name for a queue: 1 to {QUEUE_BYTES_MAX} bytes, not with $"
+            raise ValueError(msg)
+        if queue in {sink.name for sink in self._running().settings.sinks}:
+            msg = f"the queue {queue!r} is a sink's"
+            raise ValueError(msg)
+        return name
 
     async def on_broker_pre_start(self) -> None:
         """Open the store and take over the connections."""
