@@ -62,15 +62,15 @@ class Walk:
     """One database of each backend, and what is done to all of them alike.
 
     as_roles: each operation is submitted by itself, in the name of the role whose it is; else in
-        batches of one, two, three, ... operations.
+        batches of one, two, three, ... operations. kinds: of backends; memory is one of them.
     """
 
-    def __init__(self, *, as_roles: bool) -> None:
+    def __init__(self, *, as_roles: bool, kinds: Sequence[str] = tuple(BACKENDS)) -> None:
         self.as_roles = as_roles
         self.loop = asyncio.new_event_loop()
         self.disk = ExitStack()
         path = self.disk.enter_context(scratch())
-        self.all = {name: Database(make(path)) for name, make in BACKENDS.items()}
+        self.all = {name: Database(BACKENDS[name](path)) for name in kinds}
         self.now_ms = NOW_MS
         self.batch: list[Op] = []
         self.submitted = 0
@@ -122,7 +122,7 @@ class Walk:
             pick([b"t", b"a/b", b"n" * 600]),
             pick([b"", b"x", bytes(2000)]),
             qos=pick([1, 2]),
-            expires_ms=pick([0, 0, 0, self.now_ms + 1, self.now_ms + 4000]),
+            expires_ms=pick([0, 0, 0, *(self.now_ms + ms for ms in (1, 4000, 10**6))]),
             properties=pick([b"", b"\x01\x00"]),
         )._replace(offset=pick([0, 7]))
 

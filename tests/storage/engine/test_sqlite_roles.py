@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,13 @@ from storage.errors import RoleRefused, StoreError
 from storage.kv import Space
 from storage.outbox import Enqueue
 from storage.outbox.rights import TABLES, Role
+from storage.sqlite_roles import authorizer
 from storage.sqlite_store import SqliteStore
 from tests.storage.harness import NOW_MS, Database, OnDisk, message, scratch
+from tests.storage.test_outbox_model import Walk
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from storage.kv import ReadTxn, WriteTxn
 
@@ -117,3 +120,39 @@ async def test_one_that_cannot_be_opened_is_opened_the_next_time(
         await store.outbox.backlog()
     monkeypatch.setattr(store, "_file", file)
     assert [one.waiting for one in await store.outbox.backlog()] == [1]
+
+
+def test_a_role_has_no_right_that_it_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that SQLite asks while all roles do all they can is what is granted."""
+    asked: dict[Role, set[tuple[str, str]]] = {role: set() for role in ROLES}
+    letters = {
+        sqlite3.SQLITE_INSERT: "w",
+        sqlite3.SQLITE_UPDATE: "w",
+        sqlite3.SQLITE_DELETE: "d",
+    }
+
+    def watched(role: Role) -> Callable[..., int]:
+        granted = authorizer(role)
+
+        def authorize(action: int, table: str | None, column: str | None, *rest: Any) -> int:
+            if action in letters or (action == sqlite3.SQLITE_READ and column == "v"):
+                asked[role].add((table or "", letters.get(action, "r")))
+            return granted(action, table, column, *rest)
+
+        return authorize
+
+    monkeypatch.setattr("storage.sqlite_store.authorizer", watched)
+    walk = Walk(as_roles=True, kinds=("memory", "sqlite"))
+    choose = random.Random(1).choice  # noqa: S311 - not for secrets
+    try:
+        for _ in range(400):
+            walk.step(choose)
+    finally:
+        walk.stop()
+    for role in ROLES:
+        granted = {
+            (space.name.lower(), letter)
+            for space, rights in TABLES[role].items()
+            for letter in rights
+        }
+        assert granted == asked[role], role
