@@ -485,7 +485,8 @@ class DropWill:
 @dataclass(frozen=True, slots=True)
 class Prune:
     """Delete history from the old end, at most ``blocks_max`` blocks, moving floor and each
-    topic's pruned_through in the same transaction.
+    topic's pruned_through in the same transaction. It stops, too, after the block with which more
+    than ``topics_max`` topics have lost something: the rows of each are what it costs.
 
     through: forced: delete entries at or below it even if a consumer still needs them (hard caps);
         0 = none forced.
@@ -506,6 +507,7 @@ class Prune:
     older_than_ms: int = 0
     bytes_max: int = 0
     now_ms: int = 0
+    topics_max: int = 500
 
 
 class Pruned(NamedTuple):

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from storage.clock import Clock
 
-__all__ = ["Committer", "Done", "Participant"]
+__all__ = ["LAZY_MS", "Committer", "Done", "Participant"]
 
 LAZY_MS: Final = 10
 """How long a settlement may wait for company: a crash within it sends a message again."""

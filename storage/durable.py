@@ -43,6 +43,7 @@ from storage.outbox.reading import Reads
 from storage.outbox.rights import Role, refusal
 from storage.rekey import Resealing, reseal
 from storage.sealing import guarded, unlock
+from storage.topics import Matches
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -109,6 +110,7 @@ class DurableStore(ABC):
         self._turn = RLock()  # of whoever writes, where a backend has more than one writer
         self._engine: Engine | None = None
         self._place: Place | None = None
+        self._matches = Matches()
         self._witness_ms = 0
         self._is_open = False
         self.outbox: OutboxReads = Reads(partial(self._read, is_of_outbox=True))
@@ -178,6 +180,7 @@ class DurableStore(ABC):
             if isinstance(error, OSError):
                 raise _unavailable(error) from error
             raise
+        self._matches = Matches()  # of this database; another one may have had the directory
         self._is_open = True
         return opened
 
@@ -419,6 +422,7 @@ class DurableStore(ABC):
             "entries_max": entries_max,
             "bytes_max": bytes_max,
             "missed": missed,
+            "matches": self._matches,
         }
         lost: list[Loss] = []
         while True:

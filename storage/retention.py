@@ -140,7 +140,7 @@ class _Pruning:
                     self._note(block.last_of_topics(through))
                     ends.floor = through
                 return False
-            if self.blocks == self._op.blocks_max:
+            if self.blocks == self._op.blocks_max or len(self._lost) > self._op.topics_max:
                 return True
             lost = block.last_of_topics(block.last)
             self._note(lost)

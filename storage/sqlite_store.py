@@ -48,8 +48,10 @@ T = TypeVar("T")
 BUSY_MS: Final = 60_000
 """How long a commit waits for the write lock. A backup that holds it for ten seconds is usual."""
 
-CHECKPOINT_BYTES: Final = 16 << 20
-"""Written since the last checkpoint before there is another one: some 4,000 pages."""
+CHECKPOINT_BYTES: Final = 64 << 20
+"""The write-ahead log since the last checkpoint, about, before there is another one."""
+PAGE_BYTES: Final = 4096
+"""What a row costs in the log besides its value, whatever its size: commits write whole pages."""
 
 log = logging.getLogger("amqtt_durable.store")
 
@@ -123,7 +125,7 @@ class _Txn:
     def put(self, space: Space, key: bytes, value: bytes) -> None:
         at = key if space is not Space.HISTORY else _number(key)
         self._execute(_PUT[space], (at, value))
-        self.written_bytes += len(value)
+        self.written_bytes += len(value) + PAGE_BYTES
 
     def delete(self, space: Space, key: bytes) -> bool:
         at = key if space is not Space.HISTORY else _number(key)

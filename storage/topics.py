@@ -17,6 +17,8 @@ Rule 3. A block whose topics could not be read is indexed under UNKNOWN, which m
 
 from __future__ import annotations
 
+from array import array
+from collections import OrderedDict
 from itertools import islice
 from struct import Struct
 from typing import TYPE_CHECKING, Final
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TAIL_BLOCKS_MAX",
     "UNKNOWN",
+    "Matches",
     "Tail",
     "blocks_of",
     "candidates",
@@ -219,6 +222,83 @@ def matching(
         if looked > look_max:
             return None
     return sorted(found)
+
+
+_KNOWN_FILTERS_MAX: Final = 256
+_KNOWN_TOPICS_MAX: Final = 500_000
+"""What is remembered of sets of filters, at most: about 4 MB."""
+
+
+class Matches:
+    """Which topics match which filters, remembered from one chunk of a read to the next.
+
+    For one database, in the thread of its reader. Ids are given once, in order, so what has come
+    since is found behind the last one that was known; one that was forgotten has no rows, and costs
+    a look.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[bytes, ...], _Known] = OrderedDict()
+        self._topics = 0
+
+    def of(
+        self,
+        txn: ReadTxn,
+        next_topic: int,
+        filters: Sequence[bytes],
+        accepts: Callable[[bytes], object],
+        look_max: int,
+    ) -> Sequence[int] | None:
+        """See ``matching``. next_topic: of this transaction (storage.meta.Ends)."""
+        key = tuple(filters)
+        known = self._known.pop(key, None)
+        if known is not None:
+            self._topics -= known.size
+            if known.ids is None and look_max < 2 * known.look_max:
+                known = _Known(None, next_topic, known.look_max)
+            elif known.ids is None or next_topic - known.next_topic > look_max:
+                known = None
+            else:
+                known.follow(txn, next_topic, accepts)
+        if known is None:
+            ids = matching(txn, filters, accepts, look_max)
+            known = _Known(None if ids is None else array("Q", ids), next_topic, look_max)
+        self._known[key] = known
+        self._topics += known.size
+        while len(self._known) > _KNOWN_FILTERS_MAX or self._topics > _KNOWN_TOPICS_MAX:
+            _, oldest = self._known.popitem(last=False)
+            self._topics -= oldest.size
+        return known.ids
+
+
+class _Known:
+    """ids: that match, of all below ``next_topic``; None: they were more than ``look_max``."""
+
+    __slots__ = ("ids", "look_max", "next_topic")
+
+    def __init__(self, ids: array[int] | None, next_topic: int, look_max: int) -> None:
+        self.ids = ids
+        self.next_topic = next_topic
+        self.look_max = look_max
+
+    @property
+    def size(self) -> int:
+        """Topics that are remembered."""
+        return len(self.ids or ())
+
+    def follow(self, txn: ReadTxn, next_topic: int, accepts: Callable[[bytes], object]) -> None:
+        """Look at the topics that have come since."""
+        if next_topic == self.next_topic or self.ids is None:
+            return
+        for packed_id, name in txn.scan(
+            Space.TOPIC_NAME, U64.pack(self.next_topic), U64.pack(next_topic)
+        ):
+            if not name:  # it cannot be read: any topic may be behind it
+                self.ids = None
+                break
+            if accepts(name):
+                self.ids.append(int.from_bytes(packed_id, "big"))
+        self.next_topic = next_topic
 
 
 def _begins_with(txn: ReadTxn, prefix: bytes) -> Iterator[tuple[bytes | None, bytes]]:

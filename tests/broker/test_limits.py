@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from broker_ext import hub as hub_module
 from broker_ext.durable import DurableSession
 from broker_ext.outbound import AHEAD_BYTES_MAX
 from broker_ext.wire import Puback, Publish
+from storage.api import Advance
 from tests.broker.mqtt import running
 
 if TYPE_CHECKING:
@@ -340,6 +342,29 @@ async def test_history_that_a_connected_session_has_settled_is_pruned(disk: Back
         again = await broker.connect(b"c")
         assert again.connack.session_present
         await again.quiet()
+
+
+async def test_the_timer_saves_positions_of_some_sessions_at_a_time(
+    disk: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_module, "CHECKPOINT_SESSIONS_MAX", 2)
+    async with running(disk, checkpoint_interval_s=0.05) as broker:
+        clients = [await broker.subscriber(b"c%d" % n, b"a") for n in range(5)]
+        publisher = await broker.connect(b"p", clean=True)
+        await publisher.deliver(b"a", b"1")
+        for client in clients:
+            await client.publishes(1)
+            await client.quiet()
+        await broker.hub.committer.drain()
+        before = len(broker.store.batches)
+        await broker.hub._checkpoint_in_turns()
+        await broker.hub.committer.drain()
+        checkpoints = [
+            sum(isinstance(op, Advance) and op.checkpoint for op in batch.ops)
+            for batch in broker.store.batches[before:]
+        ]
+        assert sum(checkpoints) >= 5
+        assert max(checkpoints) <= 2
 
 
 async def test_history_that_a_sleeping_session_needs_is_kept(disk: Backend) -> None:

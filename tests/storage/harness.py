@@ -274,11 +274,20 @@ class Database:
         through: int = 0,
         before_ms: int = 0,
         blocks_max: int = 1000,
+        topics_max: int = 500,
         marks_max: int = 1000,
         older_than_ms: int = 0,
         now_ms: int = 0,
     ) -> Pruned:
-        op = Prune(through, before_ms, blocks_max, marks_max, older_than_ms, now_ms=now_ms)
+        op = Prune(
+            through,
+            before_ms,
+            blocks_max,
+            marks_max,
+            older_than_ms,
+            now_ms=now_ms,
+            topics_max=topics_max,
+        )
         pruned = await self.do(op)
         assert isinstance(pruned, Pruned)
         assert pruned.floor == (await self.store.log()).floor

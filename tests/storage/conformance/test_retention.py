@@ -247,6 +247,17 @@ async def test_what_is_forced_goes_though_it_is_young_and_what_nobody_needs_goes
     assert (await db.prune(through=4, before_ms=LATER_MS)).floor == 6
 
 
+async def test_one_call_touches_a_bounded_number_of_topics(db: Database) -> None:
+    for n in range(6):
+        await db.append(message(b"t/%d" % n))
+    assert await db.prune(through=6, topics_max=2) == (3, 3, 3, True)
+    assert await db.prune(through=6, topics_max=0) == (4, 1, 1, True)
+    assert await db.prune(through=6, topics_max=2) == (6, 2, 2, False)
+    for _ in range(3):
+        await db.append(message(b"t/1"))
+    assert await db.prune(through=9, topics_max=1) == (9, 3, 3, False)
+
+
 async def test_what_is_older_than_a_time_is_forced_though_it_is_needed(db: Database) -> None:
     await db.subscriber(b"dev", b"t")
     for n in range(5):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -11,13 +11,15 @@ from storage.api import Advance, Claim, Delivery
 from storage.blocks import Block, Damage
 from storage.errors import EntryDamaged
 from storage.kv import U64, Space
-from storage.topics import TAIL_BLOCKS_MAX
+from storage.meta import read_ends
+from storage.topics import TAIL_BLOCKS_MAX, Matches
 from tests.storage.harness import A, Database, matching, message
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from storage.api import Entry
+    from storage.durable import DurableStore
     from storage.kv import ReadTxn, WriteTxn
     from tests.storage.engine.raw import Files
 
@@ -112,6 +114,40 @@ async def test_the_plan_by_topic_begins_and_ends_anywhere(files: Files) -> None:
         assert await db.read_all(after, accept, filters=[b"rare/1"], entries_max=1) == expected
     await db.reopen()
     assert await db.read_all(0, accept, filters=[b"rare/1", b"none"]) == entries
+    await db.stop()
+
+
+async def test_what_matches_is_remembered_and_new_topics_are_found(files: Files) -> None:
+    db = await filled(files)
+    matches = Matches()
+
+    async def looked(look_max: int = 1000) -> tuple[list[int] | None, int]:
+        """Ids that match rare/+, and what it took."""
+
+        def work(txn: ReadTxn) -> tuple[list[int] | None, int]:
+            counting = Counting(txn)
+            next_topic = read_ends(txn).next_topic
+            ids = matches.of(counting, next_topic, [b"rare/+"], matching(b"rare/+"), look_max)
+            return (None if ids is None else list(ids)), counting.steps
+
+        return await cast("DurableStore", db.store)._read(work)
+
+    first, steps = await looked()
+    assert first is not None
+    assert len(first) == 1
+    assert steps >= 1
+    assert await looked() == (first, 0)
+    for n in range(TAIL_BLOCKS_MAX + 1):
+        await db.append(message(b"rare/%d" % (n % 5)), message(b"other/%d" % n))
+    second, _ = await looked()
+    assert second is not None
+    assert second[:1] == first
+    assert len(second) == 5
+    assert await looked() == (second, 0)
+    matches = Matches()
+    assert await looked(look_max=2) == (None, 3)
+    assert await looked(look_max=3) == (None, 0), "it is not tried again for little more"
+    assert (await looked(look_max=10))[0] is not None
     await db.stop()
 
 
