@@ -77,11 +77,13 @@ LINGER_S: Final = 5.0
 """How long a closed connection may take to send what was written before it is cut."""
 HEADS_MAX: Final = 4096
 
-LOST = End("connection lost")
-FAILED = End("connection lost", reason=Reason.UNSPECIFIED)
-SILENT = End("keep alive", reason=Reason.KEEP_ALIVE)
+LOST = End("connection lost", blames=True)
+FAILED = End("connection lost", reason=Reason.UNSPECIFIED, blames=True)
+SILENT = End("keep alive", reason=Reason.KEEP_ALIVE, blames=True)
 
 WITH_WILL = End("disconnect with will")
+COMPLAINED = End("disconnect with an error", blames=True)
+"""The client gave a reason of 0x80 or above: what it was sent, it could not take."""
 TOO_SMALL = End("maximum packet size", reason=Reason.PACKET_TOO_LARGE)
 REFUSED = End("authentication refused", reason=Reason.NOT_AUTHORIZED)
 
@@ -423,7 +425,10 @@ class Connection(asyncio.Protocol):
                 self._malformed(error)
                 return
             session.expiry_s = self.five.terms.granted_expiry_s(self.hub.settings)
-        self._end(WITH_WILL if packet.reason else DISCONNECTED)
+        if packet.reason >= 0x80:
+            self._end(COMPLAINED)
+        else:
+            self._end(WITH_WILL if packet.reason else DISCONNECTED)
 
     async def _publish_guarded(self, session: Session, packet: Publish) -> None:
         self.guard.message_received(packet, permitted=None)
@@ -796,7 +801,7 @@ class Connection(asyncio.Protocol):
                     self._refuse(error.reason_code, words.text)
             elif isinstance(error, UnsupportedVersion):
                 self._refuse(error.reason_code)
-        self._end(End("malformed packet", reason=error.reason_code, words=words))
+        self._end(End("malformed packet", reason=error.reason_code, words=words, blames=True))
 
     def _end(self, end: End) -> None:
         """End the session, send what was written, close the socket."""

@@ -126,6 +126,12 @@ class DurableSession(Session):
             self._from[subscription.filter] = subscription.from_offset
             self._note_options(subscription)
         self._due = self.out.restore(snapshot)
+        self._attempts_max = hub.settings.max_delivery_attempts
+        self._newest = hub.router.rules.newest
+        self._looks = bool(self.bytes_max or self._attempts_max or self._newest)
+        """At each delivery, before it is sent."""
+        self._is_behind = False
+        self._is_careful = self._attempts_max > 0 and self.out.has_suspects
 
     def _note_options(self, subscription: Subscription) -> None:
         if subscription.options or subscription.identifier:
@@ -355,8 +361,10 @@ class DurableSession(Session):
                 self._fetch()
                 return
             options = flight.options
-            if (entry.expires_ms or self.bytes_max) and not self._may_send(flight, entry):
+            if (entry.expires_ms or self._looks) and not self._may_send(flight, entry):
                 continue
+            if self._is_careful and self._must_wait(flight):
+                return
             out.take()
             retain = entry.flags & RETAINED and (options.retain or flight.state & HELD)
             publish(
@@ -369,24 +377,65 @@ class DurableSession(Session):
             )
             flight.entry = None
             self.hub.figures.delivered += 1
+        self._is_behind = bool(ready)
 
     def _may_send(self, flight: Flight, entry: Entry) -> bool:
-        """Whether the next delivery is to be sent. If not, it is settled, and what is too large for
-        its client is a dead letter.
+        """Whether the next delivery is to be sent. If not, it is settled, and what its client
+        cannot take is a dead letter.
 
         What may have been sent before is sent again even when its time is over: its delivery has
         begun, and is to be brought to its end [MQTT5-3.3.2-5, MQTT5-4.4.0-1].
         """
+        failure = self._failure(flight, entry)
+        if failure is None:
+            return True
         letter = None
-        if flight.dup or not (entry.expires_ms and self.is_over(entry)):
-            if not self.is_too_large(entry, flight.qos, flight.options.identifiers):
-                return True
+        if failure:
             now_ms = self.hub.clock.now_ms()
-            letter = DeadLetter(entry, Failure.TOO_LARGE, now_ms, flight.attempts)
+            letter = DeadLetter(entry, failure, now_ms, flight.attempts)
         self.out.drop_next(letter)
         if not self._joined:
             self._join(lazy=True)
         return False
+
+    def _failure(self, flight: Flight, entry: Entry) -> Failure | None:
+        """Why the next delivery is not to be sent: NONE = nobody misses it. None = it is."""
+        if flight.dup:
+            if 0 < self._attempts_max <= flight.attempts:
+                self._give_up(flight)
+                return Failure.UNDELIVERABLE
+        elif entry.expires_ms and self.is_over(entry):
+            return Failure.NONE
+        elif self._is_behind and not flight.state & HELD and self._is_superseded(entry):
+            return Failure.NONE  # it waited for the client; who keeps up gets every one
+        if self.is_too_large(entry, flight.qos, flight.options.identifiers):
+            return Failure.TOO_LARGE
+        return None
+
+    def _is_superseded(self, entry: Entry) -> bool:
+        """Whether a newer message of its topic will come, and is all that is wanted; counted."""
+        if self._newest is not None and self._newest.supersedes(entry):
+            self.hub.figures.superseded += 1
+            return True
+        return False
+
+    def _give_up(self, flight: Flight) -> None:
+        self.hub.figures.undeliverable += 1
+        log.warning(
+            "session %r: its connection broke %d times while %s %d was under way: a dead letter",
+            self.client_id,
+            flight.attempts,
+            "held message" if flight.state & HELD else "entry",
+            flight.offset,
+        )
+
+    def _must_wait(self, flight: Flight) -> bool:
+        """Whether the next delivery waits until nothing else is under way: of what was under way
+        when the connection broke, one at a time, so that no other message takes the blame."""
+        if flight.dup:
+            return self.out.awaits
+        self._is_careful = self.out.awaits and any(f.dup for f in self.out.flights.values())
+        return self._is_careful
 
     def _fetch(self) -> None:
         if self._fetching is None:
@@ -492,8 +541,11 @@ class DurableSession(Session):
         """Claim what is wanted of ``entries``, in order; move the cursor. False: no more room."""
         out = self.out
         options = self.replay.options
+        newest = self._newest
         for entry, qos in entries:
             if qos and not (entry.expires_ms and self.is_over(entry)):
+                if newest is not None and self._is_superseded(entry):
+                    continue
                 if not out.room:
                     self.cursor = entry.offset - 1
                     return False
@@ -555,6 +607,8 @@ class DurableSession(Session):
             if piece.lost is not None:
                 self._skip(piece.lost)
             wanted, through = piece.entries, piece.through
+        if self._newest is not None:
+            await self._newest.look_up(self.hub.store, wanted)
         if guarded:
             wanted = [(e, q if q and await self._permitted(e) else 0) for e, q in wanted]
         if self.sealed or self._holds or epoch != self._epoch:
@@ -710,6 +764,8 @@ class DurableSession(Session):
     def end(self, end: End) -> None:
         if self.member is not None:
             self.member.end(for_good=False)
+        if self._attempts_max and end.blames:
+            self.out.blame()
         cursor = self.out.release_unsent()
         if cursor is not None:
             self.cursor = cursor if self.live else min(cursor, self.cursor)

@@ -42,6 +42,9 @@ class Figures:
     expired_messages: copies of messages not delivered, or no longer retained, because their Message
         Expiry Interval had passed.
     feeds, feeds_refused: subscriptions that read the history from the client's own position.
+    superseded: deliveries not made, because there is a newer message of the topic (``keep:
+        latest``).
+    undeliverable: dead letters of messages that made their client go again and again.
     too_large: deliveries not made, because the client takes no packet that large.
     gaps: losses of history that were skipped (``on_history_pruned: skip``).
     verified: sessions whose replay reached the end of the history.
@@ -66,6 +69,8 @@ class Figures:
     refused_quota: int = 0
     expired_messages: int = 0
     too_large: int = 0
+    superseded: int = 0
+    undeliverable: int = 0
     feeds: int = 0
     feeds_refused: int = 0
     resumed: int = 0

@@ -13,6 +13,7 @@ from broker_ext.registry import EXPIRED, Registry
 from broker_ext.resume import Finding, Verdict, words_of
 from broker_ext.retained import RetainedStore
 from broker_ext.router import Router
+from broker_ext.rules import Rules
 from broker_ext.session import End
 from broker_ext.shared import Shared
 from broker_ext.sinks.sink import Sinks
@@ -105,7 +106,9 @@ class Hub:
             messages_max=settings.max_retained_messages,
             bytes_max=settings.max_retained_bytes,
         )
-        self.router = Router(self.committer, self.retained, self.figures, self.shared)
+        self.router = Router(
+            self.committer, self.retained, self.figures, self.shared, Rules(settings.filters)
+        )
         self.router.load(self.opened.filters)
         self.wills.load(self.opened.wills)
 

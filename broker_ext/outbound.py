@@ -175,7 +175,7 @@ class Outbound:
             for d in claim.deliveries:
                 flight = Flight(d.offset, d.packet_id, d.qos, d.state, None)
                 flight.dup = True
-                flight.attempts = min(d.attempts + 1, 255)
+                flight.attempts = d.attempts
                 if d.state & HELD:
                     flight.entry = snapshot.held.get(d.offset)
                 self.flights[d.packet_id] = flight
@@ -384,6 +384,27 @@ class Outbound:
         if not flight.dup:
             self.unsent_bytes -= len(entry.payload)
         return flight
+
+    @property
+    def awaits(self) -> bool:
+        """Whether something is sent that its client has not said to have."""
+        return any(f.sent and not f.state & RECEIVED for f in self.flights.values())
+
+    @property
+    def has_suspects(self) -> bool:
+        """Whether a delivery that an earlier connection left was the first one of a connection that
+        broke."""
+        return any(f.attempts for f in self.flights.values() if f.dup and not f.state & RECEIVED)
+
+    def blame(self) -> None:
+        """The connection broke: the first delivery that it sent and that is not acknowledged may be
+        why. Before ``collect``, so that it is written."""
+        for flight in self.flights.values():
+            # what is lent belongs to a group, whose members share the blame
+            if flight.sent and not flight.state & RECEIVED and type(flight) is Flight:
+                flight.attempts = min(flight.attempts + 1, 255)
+                self._touch(flight.row)
+                return
 
     def release_unsent(self) -> int | None:
         """At the end of a connection: give back what was claimed ahead and never sent.

@@ -15,6 +15,7 @@ from broker_ext.control import Control
 from broker_ext.hub import Hub
 from broker_ext.operating import OPERATING
 from broker_ext.rekeying import REKEYING, Rekeying
+from broker_ext.rules import filter_rules
 from broker_ext.seam import Seam
 from broker_ext.settings import Settings
 from broker_ext.sinks.settings import sinks_settings
@@ -127,6 +128,11 @@ class DurableSessionPlugin(BasePlugin[Any]):
         shared_order: str = "free"
         """Of a shared subscription: `free` (whoever has most room) or `topic` (a topic stays with
         one member while it keeps up)."""
+        filters: dict[str, Any] = field(default_factory=dict)
+        """Topic filter -> `expire_after` (seconds), `keep: latest`: of what waits for a session."""
+        max_delivery_attempts: int = 0
+        """A message under way during which a client's connection broke so often is a dead letter;
+        0 = it is delivered as often as it takes."""
         seal_key_file: str = ""
         """File with the keys that messages on disk are sealed with; default: they are not."""
         seal_key_env: str = ""
@@ -154,6 +160,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             _one_of("shared_order", self.shared_order, ("free", "topic"))
             _one_of("on_history_pruned", self.on_history_pruned, ("reset", "skip"))
             sinks_settings(self.sinks)
+            filter_rules(self.filters)
             _no_key_in_yaml(self.seal_key, self.seal_key_file, self.seal_key_env)
             if self.seal_topics and not (self.seal_key_file or self.seal_key_env):
                 msg = "seal_topics needs keys: name them with seal_key_file or seal_key_env"
@@ -183,6 +190,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
                 ("max_age", 1, None),
                 ("max_bytes", 0, None),
                 ("max_messages", 1, None),
+                ("max_delivery_attempts", 0, 255),
                 ("will_recovery_delay", 0, None),
                 ("keep_done", 0, None),
                 ("keep_dead", 0, None),
@@ -337,6 +345,8 @@ class DurableSessionPlugin(BasePlugin[Any]):
             max_age_s=config.max_age,
             max_bytes=self._max_bytes(),
             max_messages=config.max_messages,
+            filters=filter_rules(config.filters),
+            max_delivery_attempts=config.max_delivery_attempts,
             sinks=sinks_settings(config.sinks),
             keep_done_s=config.keep_done,
             keep_dead_s=config.keep_dead,

@@ -50,7 +50,7 @@ __all__ = ["EXPIRED", "TAKEN_OVER", "Allowance", "GaveUpError", "Registry"]
 
 log = logging.getLogger("amqtt_durable.registry")
 
-TAKEN_OVER: Final = End("taken over", reason=Reason.TAKEN_OVER)
+TAKEN_OVER: Final = End("taken over", reason=Reason.TAKEN_OVER, blames=True)
 EXPIRED: Final = Words(b"the session has expired")
 GAVE_UP: Final = End("gave up", publish_will=False)
 BURST_S: Final = 2.0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from broker_ext.figures import Figures
     from broker_ext.options import Options
     from broker_ext.retained import RetainedStore
+    from broker_ext.rules import Rules
     from broker_ext.session import Session
     from broker_ext.shared import Shared
     from storage.api import FilterCount
@@ -72,13 +73,16 @@ class Route:
     log: a durable consumer wants it. durable: connected durable sessions (QoS >= 1). direct:
     connected sessions that are served from memory: transient ones, and durable ones that only have
     QoS 0 here. local: client ids of those who do not want everything that they publish themselves
-    (No Local); what these publish has a route of its own.
+    (No Local); what these publish has a route of its own. expire_after_ms, keeps_latest: of the
+    topic (broker_ext.rules).
     """
 
-    __slots__ = ("direct", "durable", "local", "log")
+    __slots__ = ("direct", "durable", "expire_after_ms", "keeps_latest", "local", "log")
 
     def __init__(self, log: bool) -> None:
         self.log = log
+        self.expire_after_ms = 0
+        self.keeps_latest = False
         self.durable: list[tuple[Receiver, int, Options]] = []
         self.direct: list[tuple[Receiver, int, Options]] = []
         self.local: set[bytes] = set()
@@ -93,12 +97,18 @@ class Router:
     """Routes every message of the broker. One object for each broker."""
 
     def __init__(
-        self, committer: Committer, retained: RetainedStore, figures: Figures, shared: Shared
+        self,
+        committer: Committer,
+        retained: RetainedStore,
+        figures: Figures,
+        shared: Shared,
+        rules: Rules,
     ) -> None:
         self.committer = committer
         self.shared = shared
         self.retained = retained
         self.figures = figures
+        self.rules = rules
         self.guarded = False
         """A topic plugin must be asked for each delivery (the seam sets it)."""
         self._places: FilterTree[_Place] = FilterTree(_Place)
@@ -207,6 +217,8 @@ class Router:
                     options = joined((before[1], options))  # noqa: PLW2901
                 receivers[session] = (qos, options)
         route = Route(log)
+        route.expire_after_ms = self.rules.expire_after_ms(topic)
+        route.keeps_latest = self.rules.keeps_latest(topic)
         route.local = local
         for session, (qos, options) in receivers.items():
             receiving = route.durable if qos and session.durable else route.direct
@@ -236,10 +248,15 @@ class Router:
         if retain:
             stored = self.retained.keep(topic, payload, qos, origin, expires_ms, properties)
         if qos and route.log:
+            if route.expire_after_ms:
+                over_ms = self.committer.clock.now_ms() + route.expire_after_ms
+                expires_ms = min(expires_ms or over_ms, over_ms)
             entry = self.committer.append(
                 topic, payload, qos, RETAINED if retain else 0, origin, expires_ms, properties
             )
             stored = True
+            if route.keeps_latest and self.rules.newest is not None:
+                self.rules.newest.note(topic, entry.offset)
             for session, granted, options in route.durable:
                 session.offer(entry, min(qos, granted), options)
             if not route.direct:

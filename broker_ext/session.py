@@ -55,13 +55,15 @@ class End(NamedTuple):
     """Why a session's connection ends.
 
     name: one word for logs. publish_will: the will is published [MQTT-3.1.2-8]. reason: what an
-    MQTT 5 client is told in DISCONNECT, 0 = nothing; and in which words.
+    MQTT 5 client is told in DISCONNECT, 0 = nothing; and in which words. blames: what was being
+    delivered may be why (``max_delivery_attempts``).
     """
 
     name: str
     publish_will: bool = True
     reason: int = 0
     words: Words = NO_WORDS
+    blames: bool = False
 
 
 DISCONNECTED: Final = End("disconnect", publish_will=False)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
+    from broker_ext.rules import FilterRule
     from broker_ext.sinks.settings import SinkSettings
 
 __all__ = ["Settings"]
@@ -17,6 +18,7 @@ class Settings:
 
     Times: seconds (``_s``). Sizes: bytes. session_expiry_interval_s: None = for ever. max_age_s,
     max_bytes, max_messages: hard caps of the history, None = none. max_keep_alive_s: 0 = none.
+    max_delivery_attempts: 0 = as often as it takes.
     """
 
     max_inflight: int = 100
@@ -56,6 +58,8 @@ class Settings:
     sinks: tuple[SinkSettings, ...] = ()
     keep_done_s: float = 30 * 86_400
     keep_dead_s: float = 90 * 86_400
+    filters: tuple[FilterRule, ...] = ()
+    max_delivery_attempts: int = 0
 
     @property
     def retain_available(self) -> bool:

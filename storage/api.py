@@ -173,7 +173,8 @@ class Delivery(NamedTuple):
         are with one member, and 0 where that is none with a record.
     qos: 1 or 2, the QoS it is delivered with.
     state: SENT or RECEIVED, with HELD or without.
-    attempts: times this delivery was handed to a connection after the first, 0..255 (saturates).
+    attempts: connections that broke while it was the first delivery that they had sent and that was
+        not acknowledged; of a group, members that left it. 0..255 (saturates).
     """
 
     offset: int
@@ -648,6 +649,11 @@ class Store(Protocol):
     async def fetch(self, offsets: Sequence[int]) -> list[Entry]:
         """The entries at these offsets, in the order asked. Raises EntryGone (pruned) or
         EntryDamaged."""
+        ...
+
+    async def newest(self, topics: Sequence[bytes]) -> list[int]:
+        """The offset of the newest entry of each topic; 0 = there is none, or it cannot be told.
+        Costs a look at the index and a block for each topic, whatever is stored."""
         ...
 
     async def snapshot(self, client_id: bytes) -> Snapshot | None:

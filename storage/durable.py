@@ -439,6 +439,10 @@ class DurableStore(ABC):
         """The entries at these offsets. Raises EntryGone or EntryDamaged."""
         return await self._read(partial(history.fetch, offsets=offsets))
 
+    async def newest(self, topics: Sequence[bytes]) -> list[int]:
+        """The offset of the newest entry of each topic, 0 = none, or it cannot be told."""
+        return await self._read(partial(history.newest, topics=topics))
+
     async def snapshot(self, client_id: bytes) -> Snapshot | None:
         """Read a consumer without owning it. None if there is none."""
         return await self._read(partial(consumers.snapshot, client_id=client_id))

@@ -23,7 +23,7 @@ from storage.blocks import GRAVESTONE, Block, Damage, encode_block
 from storage.errors import EntryDamaged, EntryGone
 from storage.kv import U64, Space
 from storage.meta import Ends, read_ends
-from storage.names import literal_prefix
+from storage.names import literal_prefix, topic_id
 from storage.retention import Marks
 from storage.topics import (
     TAIL_BLOCKS_MAX,
@@ -33,6 +33,7 @@ from storage.topics import (
     candidates,
     density,
     is_in,
+    last_block_of,
 )
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ __all__ = [
     "History",
     "fetch",
     "first_block",
+    "newest",
     "read",
     "topics_of",
 ]
@@ -379,6 +381,28 @@ def fetch(txn: ReadTxn, offsets: Sequence[int]) -> list[Entry]:
             raise EntryGone(offset)
         found[offset] = entry
     return [found[offset] for offset in offsets]
+
+
+def newest(txn: ReadTxn, topics: Sequence[bytes]) -> list[int]:
+    """The offset of the newest entry of each topic, 0 = there is none, or damage hides it."""
+    ends = read_ends(txn)
+    found: dict[bytes, int] = {}
+    wanted = set(topics)
+    for _, block in _scan(txn, ends, max(ends.floor, ends.indexed)):  # the tail has no index
+        found.update(_last_of(block, wanted))
+    for topic in wanted - found.keys():
+        number = topic_id(txn, topic)
+        if number is not None and (first := last_block_of(txn, number)):
+            block = _block(first, txn.get(Space.HISTORY, U64.pack(first)))
+            found.update(_last_of(block, {topic}))
+    return [found.get(topic, 0) if found.get(topic, 0) > ends.floor else 0 for topic in topics]
+
+
+def _last_of(block: Block | None, topics: set[bytes]) -> dict[bytes, int]:
+    """Topic -> its last offset in a block; nothing of one that cannot be told for sure."""
+    if block is None or not block.is_sound or topics.isdisjoint(block.names):
+        return {}
+    return {t: offset for t, offset in block.last_of_topics(block.last).items() if t in topics}
 
 
 def _block_with(txn: ReadTxn, offset: int) -> Block:

@@ -596,6 +596,14 @@ class MemoryStore:
                 raise EntryGone(offset)
         return [self._tables.history[offset].entry for offset in offsets]
 
+    async def newest(self, topics: Sequence[bytes]) -> list[int]:
+        """Walk all there is."""
+        self._must_be_open()
+        last: dict[bytes, int] = {}
+        for offset, stored in self._tables.history.items():
+            last[stored.entry.topic] = max(offset, last.get(stored.entry.topic, 0))
+        return [last.get(topic, 0) for topic in topics]
+
     async def snapshot(self, client_id: bytes) -> Snapshot | None:
         """Read a consumer without owning it. None if there is none."""
         self._must_be_open()

@@ -43,6 +43,7 @@ __all__ = [
     "density",
     "forget",
     "is_in",
+    "last_block_of",
     "matching",
     "named",
 ]
@@ -176,6 +177,15 @@ def blocks_of(
         break
     for key, packed in txn.scan(Space.TOPIC_INDEX, begin, U64_U64.pack(number, stop)):
         yield key, named(key, packed)
+
+
+def last_block_of(txn: ReadTxn, number: int) -> int:
+    """First offset of the newest block that the index names for a topic, 0 = none."""
+    for key, packed in txn.scan(
+        Space.TOPIC_INDEX, U64.pack(number), U64.pack(number + 1), reverse=True
+    ):
+        return named(key, packed)[-1]
+    return 0
 
 
 def is_in(txn: ReadTxn, number: int, first: int) -> bool:

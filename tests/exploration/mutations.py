@@ -358,7 +358,7 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "session: what has expired is sent",
         "messages_that_expire",
-        source(DurableSession, "_may_send", "flight.dup or not", "True or not"),
+        source(DurableSession, "_failure", "elif entry.expires_ms and", "elif False and"),
     )
     yield Mutation(
         "connection: acknowledgements do not wait for the commit",

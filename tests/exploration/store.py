@@ -218,6 +218,10 @@ class ControlledStore:
         found: list[Entry] = await self._ask("fetch", lambda: self.memory.fetch(offsets))
         return found
 
+    async def newest(self, topics: Sequence[bytes]) -> list[int]:
+        found: list[int] = await self._ask("newest", lambda: self.memory.newest(topics))
+        return found
+
     async def snapshot(self, client_id: bytes) -> Snapshot | None:
         found: Snapshot | None = await self._ask(
             f"snapshot of {client_id.decode()}", lambda: self.memory.snapshot(client_id)

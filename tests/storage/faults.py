@@ -237,6 +237,10 @@ class FaultyStore:
         """As Store.fetch, unless it was told to fail or to hang."""
         return await self._read(self.inner.fetch(offsets))
 
+    async def newest(self, topics: Sequence[bytes]) -> list[int]:
+        """As Store.newest, unless it was told to fail or to hang."""
+        return await self._read(self.inner.newest(topics))
+
     async def snapshot(self, client_id: bytes) -> Snapshot | None:
         """As Store.snapshot, unless it was told to fail or to hang."""
         return await self._read(self.inner.snapshot(client_id))

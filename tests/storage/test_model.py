@@ -505,6 +505,10 @@ class Machine(RuleBasedStateMachine):
                 taken = len(chunk.entries)  # a chunk may be shorter, but not empty
                 assert chunk.entries == first.entries[:taken], name
                 assert taken or not first.entries, name
+        topics = [*wanted, *TOPICS]
+        newest = self.run(self.model.store.newest(topics))
+        for name, database in self.others.items():
+            assert self.run(database.store.newest(topics)) == newest, name
 
     @invariant()
     def is_sound(self) -> None:

@@ -229,3 +229,15 @@ async def test_fetch_of_a_pruned_entry_says_which_one_is_gone(db: Database) -> N
     with pytest.raises(EntryGone) as gone:
         await db.store.fetch([3, 2])
     assert gone.value == EntryGone(2)
+
+
+async def test_the_newest_entry_of_a_topic_is_found(db: Database) -> None:
+    assert await db.store.newest([b"a", b"b"]) == [0, 0]
+    await db.append_each(*[message(b"a" if n % 3 else b"b") for n in range(1, 101)])
+    await db.append(message(b"c"), message(b"a"), message(b"c"))
+    assert await db.store.newest([b"b", b"a", b"c", b"d", b"a"]) == [99, 102, 103, 0, 102]
+    await db.reopen()
+    assert await db.store.newest([b"b", b"a", b"c"]) == [99, 102, 103]
+    await db.prune(through=99)
+    assert await db.store.newest([b"b", b"a"]) == [0, 102]
+    assert await db.store.newest([]) == []
