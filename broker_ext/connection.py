@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from broker_ext.authentication import Authentication, method_of
 from broker_ext.feed import BadAskError, ask_of
-from broker_ext.options import NO_LOCAL
+from broker_ext.options import NO_LOCAL, gives_retained
 from broker_ext.reasons import NO_WORDS, Reason, Words, return_code
 from broker_ext.session import DISCONNECTED, End, Grant
 from broker_ext.shared import filter_of
@@ -467,20 +467,22 @@ class Connection(asyncio.Protocol):
             return False
         if any(is_shared(wanted.filter) for wanted in packet.filters):
             return False
-        grants = self._grants(packet)
-        had = session.subscriptions.keys() & {grant.filter for grant in grants}
+        grants = self._grants(session, packet)
         codes = session.subscribe_now(grants)
-        self._subscribed(session, packet, grants, codes, had, NO_WORDS)
+        self._subscribed(session, packet, grants, codes, NO_WORDS)
         return True
 
-    def _grants(self, packet: Subscribe) -> list[Grant]:
+    def _grants(self, session: Session, packet: Subscribe) -> list[Grant]:
         settings = self.hub.settings
         identifier = packet.properties.get(SUBSCRIPTION_ID, 0) if packet.properties else 0
         grants: list[Grant] = []
         for topic_filter, options in packet.filters:
             code = not_available(topic_filter, identifier, settings)
             qos = min(options & 3, settings.max_qos)
-            grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code))
+            gives = not is_shared(topic_filter) and gives_retained(  # MQTT 5, 3.8.4
+                options, existed=topic_filter in session.subscriptions
+            )
+            grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code, gives))
         return grants
 
     async def _subscribe(self, session: Session, packet: Subscribe) -> None:
@@ -488,13 +490,12 @@ class Connection(asyncio.Protocol):
             # [MQTT5-3.8.3-4]
             self._end(End("no local on a shared subscription", reason=Reason.PROTOCOL_ERROR))
             return
-        grants = self._grants(packet)
+        grants = self._grants(session, packet)
         for i, grant in enumerate(grants):
             # of a group the topic plugins are asked for what it shares
             plain = filter_of(grant.filter) if is_shared(grant.filter) else grant.filter
             if grant.allowed and not (plain and await self.guard.may_subscribe(plain)):
                 grants[i] = grant._replace(allowed=False, code=Reason.NOT_AUTHORIZED)
-        had = session.subscriptions.keys() & {grant.filter for grant in grants}
         words = NO_WORDS
         try:
             ask = ask_of(packet.properties)
@@ -507,7 +508,7 @@ class Connection(asyncio.Protocol):
             else:
                 grants = [_without_position(grant) for grant in grants]
                 codes, words = await session.read_history(grants, ask)
-        self._subscribed(session, packet, grants, codes, had, words)
+        self._subscribed(session, packet, grants, codes, words)
 
     def _subscribed(
         self,
@@ -515,17 +516,15 @@ class Connection(asyncio.Protocol):
         packet: Subscribe,
         grants: list[Grant],
         codes: list[int],
-        had: set[bytes],
         words: Words,
     ) -> None:
         if session.sealed or self.closed:
             return
         self.send(Suback(packet.packet_id, bytes(codes), with_words(words)))
-        for grant, code in zip(grants, codes, strict=True):
-            if code < 0x80:
-                self.guard.subscribed(grant.filter, code)
-                if not is_shared(grant.filter):  # these bring no retained messages (MQTT 5, 3.8.4)
-                    session.give_retained(grant, code, existed=grant.filter in had)
+        granted = [g for g, code in zip(grants, codes, strict=True) if code < Reason.UNSPECIFIED]
+        for grant in granted:
+            self.guard.subscribed(grant.filter, grant.qos)
+        session.give_retained(granted)
         session.start_reading()
 
     async def _unsubscribe(self, session: Session, packet: Unsubscribe) -> None:

@@ -16,7 +16,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from broker_ext.options import PLAIN
+from broker_ext.options import PLAIN, WALKING, options_of
 from broker_ext.outbound import SETTLED, Collected, Flight, Outbound
 from broker_ext.reasons import Reason
 from broker_ext.replay import READ_ENTRIES_MAX, Replay, Wanted
@@ -106,6 +106,7 @@ class DurableSession(Session):
         self.inbound = set(snapshot.inbound)
         self._from: dict[bytes, int] = {}
         self._options: dict[bytes, tuple[int, int]] = {}  # byte and identifier, where not plain
+        self._walking: set[bytes] = set()  # as stored: their retained messages are not all given
         self._replay: Replay | None = None
         self._skipped = 0
         self._holds = 0
@@ -134,10 +135,16 @@ class DurableSession(Session):
         self._is_careful = self._attempts_max > 0 and self.out.has_suspects
 
     def _note_options(self, subscription: Subscription) -> None:
-        if subscription.options or subscription.identifier:
-            self._options[subscription.filter] = subscription.options, subscription.identifier
+        name = subscription.filter
+        options = subscription.options & ~WALKING
+        if options or subscription.identifier:
+            self._options[name] = options, subscription.identifier
         else:
-            self._options.pop(subscription.filter, None)
+            self._options.pop(name, None)
+        if subscription.options & WALKING:
+            self._walking.add(name)
+        else:
+            self._walking.discard(name)
 
     def introduce(self) -> None:
         """From now on a crash leaves a session that is told to be there (``resume.is_blank``)."""
@@ -156,6 +163,9 @@ class DurableSession(Session):
         if self._due:
             self.peer.write(b"".join(PUBREL_HEAD + PACKET_ID[i] for i in self._due))
             self._due = []
+        for topic_filter in self._walking:  # from the beginning: nobody knows which were given
+            asked = options_of(*self._options.get(topic_filter, (0, 0)))
+            self._begin_walk(topic_filter, self.subscriptions[topic_filter], asked)
         self.hub.figures.redelivered += len(self.out.ready)
         self.turn_over()
         self._pump()
@@ -184,6 +194,23 @@ class DurableSession(Session):
         properties = identifiers + entry.properties
         self.out.hold(entry._replace(flags=flags, properties=properties), qos)
         self._join(lazy=False)
+
+    def _walked(self) -> None:
+        """Note in the store that retained messages were all given: in the commit that holds the
+        last of them. A change of subscriptions that is being saved goes first; then they come
+        again when the session is resumed before anything else is noted."""
+        if self.sealed or self._changing.locked():
+            return
+        given = self._walking - {walk.filter for walk in self._walks}
+        if not given:
+            return
+        self._walking -= given
+        head = self.committer.last
+        noted = tuple(
+            Subscription(name, self.subscriptions[name], head, *self._options.get(name, (0, 0)))
+            for name in given
+        )
+        self.committer.submit(Subscribe(self.consumer_id, self.incarnation, noted), self._written)
 
     def _room_for_retained(self) -> bool:
         return super()._room_for_retained() and self.out.room
@@ -669,8 +696,10 @@ class DurableSession(Session):
         wanted: dict[bytes, Subscription] = {}
         for grant in grants:
             if grant.allowed:
+                gives = grant.gives and grant.qos and self.hub.retained.has(grant.filter)
+                options = grant.options | (WALKING if gives else 0)
                 wanted[grant.filter] = Subscription(
-                    grant.filter, grant.qos, head, grant.options, grant.identifier
+                    grant.filter, grant.qos, head, options, grant.identifier
                 )
         refused = [REFUSED if g.allowed else g.code for g in grants]
         if not wanted:
@@ -754,6 +783,8 @@ class DurableSession(Session):
                 self._from.pop(topic_filter, None)
                 self.subscriptions.pop(topic_filter, None)
                 self._options.pop(topic_filter, None)
+                self._walking.discard(topic_filter)
+            self._end_walks(filters)
             self._uncount(filters)
         finally:
             self._unhold()

@@ -14,11 +14,14 @@ from broker_ext.wire import variable_length
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["NO_LOCAL", "PLAIN", "Options", "gives_retained", "joined", "options_of"]
+__all__ = ["NO_LOCAL", "PLAIN", "WALKING", "Options", "gives_retained", "joined", "options_of"]
 
 NO_LOCAL: Final = 0x04
 RETAIN_AS_PUBLISHED: Final = 0x08
 RETAIN_HANDLING: Final = 0x30
+WALKING: Final = 0x40
+"""In the byte that is stored, and never on the wire (bits 6 and 7 are reserved there): the
+retained messages of this subscription have not all been given."""
 _IDENTIFIER: Final = b"\x0b"
 
 

@@ -88,6 +88,10 @@ class RetainedStore:
         published."""
         return self._walk(topic_filter, self._changes)
 
+    def has(self, topic_filter: bytes) -> bool:
+        """Whether there is one that a new subscription would get."""
+        return next(self.match(topic_filter), None) is not None
+
     def _walk(self, topic_filter: bytes, through: int) -> Iterator[Entry]:
         for topic in self._topics.match(topic_filter):
             message = self.get(topic)

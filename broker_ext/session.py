@@ -13,7 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol
 
 from broker_ext.feed import FEEDS_MAX, STORED_SESSION, Ask, Feed, words_for
-from broker_ext.options import PLAIN, gives_retained, options_of
+from broker_ext.options import PLAIN, options_of
 from broker_ext.reasons import NO_WORDS, Reason, Words
 from broker_ext.wire import (
     PACKET_ID,
@@ -30,7 +30,7 @@ from storage.api import RETAINED
 from storage.errors import ResumeRefused, StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from broker_ext.hub import Hub
     from broker_ext.member import Member
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from broker_ext.outbound import Flight
     from storage.api import Entry
 
-__all__ = ["End", "Grant", "Peer", "Session", "TransientSession", "publish_bytes"]
+__all__ = ["End", "Grant", "Peer", "Session", "TransientSession", "Walk", "publish_bytes"]
 
 log = logging.getLogger("amqtt_durable.session")
 
@@ -75,7 +75,8 @@ class Grant(NamedTuple):
 
     allowed: False = it is already decided that SUBACK says ``code``. options: the Subscription
     Options of MQTT 5 without the QoS (No Local 0x04, Retain As Published 0x08, Retain Handling
-    0x30). identifier: the Subscription Identifier, 0 = none.
+    0x30). identifier: the Subscription Identifier, 0 = none. gives: it brings retained messages,
+    with ``give_retained`` after its SUBACK.
     """
 
     filter: bytes
@@ -84,6 +85,16 @@ class Grant(NamedTuple):
     options: int = 0
     identifier: int = 0
     code: int = 0x80
+    gives: bool = False
+
+
+class Walk(NamedTuple):
+    """The retained messages of a subscription that have not been given yet."""
+
+    filter: bytes
+    messages: Iterator[Entry]
+    qos: int
+    options: Options
 
 
 class Peer(Protocol):
@@ -181,7 +192,7 @@ class Session:
         self.has_will = False
         self.member: Member | None = None
         self.may_receive: Callable[[bytes], Awaitable[bool]] | None = None
-        self._walks: deque[tuple[Iterator[Entry], int, Options]] = deque()
+        self._walks: deque[Walk] = deque()
         self._guarded: deque[tuple[Entry, int, bool, bytes]] = deque()
         self._guard_task: asyncio.Task[None] | None = None
 
@@ -425,20 +436,35 @@ class Session:
     def start_reading(self) -> None:
         """SUBACK was written: what ``read_history`` has made begins."""
 
-    def give_retained(self, grant: Grant, qos: int, *, existed: bool = False) -> None:
-        """Send the retained messages of a subscription that was granted [MQTT-3.3.1-6], after its
-        SUBACK. existed: there was one with this filter before."""
-        if gives_retained(grant.options, existed=existed):
-            walk = self.hub.retained.match(grant.filter)
-            self._walks.append((walk, qos, options_of(grant.options, grant.identifier)))
-            self._walk()
+    def give_retained(self, grants: list[Grant]) -> None:
+        """Send the retained messages of subscriptions that were granted [MQTT-3.3.1-6], after
+        their SUBACK, where they bring any."""
+        for grant in grants:
+            if grant.gives:
+                options = options_of(grant.options, grant.identifier)
+                self._begin_walk(grant.filter, grant.qos, options)
+        self._walk()
+
+    def _begin_walk(self, topic_filter: bytes, qos: int, options: Options) -> None:
+        self._end_walks([topic_filter])
+        messages = self.hub.retained.match(topic_filter)
+        self._walks.append(Walk(topic_filter, messages, qos, options))
+
+    def _end_walks(self, filters: Sequence[bytes]) -> None:
+        """What has not been given yet is not given any more [MQTT-3.10.4-2]."""
+        if self._walks:
+            self._walks = deque(walk for walk in self._walks if walk.filter not in filters)
+
+    def _walked(self) -> None:
+        """All retained messages of a subscription were given."""
 
     def _walk(self) -> None:
         while self._walks and self._room_for_retained():
-            walk, granted, options = self._walks[0]
-            message = next(walk, None)
+            _, messages, granted, options = self._walks[0]
+            message = next(messages, None)
             if message is None:
                 self._walks.popleft()
+                self._walked()
                 continue
             if options.no_local and message.origin == self.client_id:
                 continue
@@ -641,6 +667,7 @@ class TransientSession(Session):
 
     def _forget(self, topic_filter: bytes) -> bool:
         """End a subscription, whatever serves it. Returns whether it was there."""
+        self._end_walks([topic_filter])
         if self.subscriptions.pop(topic_filter, None) is None:
             return False
         self.hub.router.detach(self, topic_filter)

@@ -22,6 +22,7 @@ from tests.broker.mqtt import running
 
 if TYPE_CHECKING:
     from tests.broker.mqtt import Broker
+    from tests.storage.harness import Backend
 
 
 async def stored(broker: Broker, client_id: bytes) -> dict[bytes, int]:
@@ -505,3 +506,77 @@ async def test_retained_messages_beyond_the_limit_are_delivered_and_not_retained
         assert len(broker.hub.retained) == 2
         assert broker.hub.figures.refused_retained == 3
         assert caplog.text.count("retained messages are full") == 1
+
+
+# ---------------------------------------------------------- leaving amid retained messages
+
+
+async def retained(broker: Broker, count: int) -> None:
+    sender = await broker.connect(clean=True)
+    for number in range(count):
+        sender.publish(b"r/%04d" % number, b"%d" % number, 1, retain=True)
+    await sender.until_ping()
+    await broker.hub.committer.drain()
+
+
+@pytest.mark.parametrize("crash", [False, True])
+async def test_who_leaves_amid_retained_messages_gets_the_rest_when_it_resumes(
+    disk: Backend, monkeypatch: pytest.MonkeyPatch, crash: bool
+) -> None:
+    monkeypatch.setattr("broker_ext.durable.AHEAD_MIN", 10)
+    async with running(disk, max_inflight=10) as broker:
+        await retained(broker, 100)
+        client = await broker.subscriber(b"s", b"r/#")
+        await client.publishes(15)
+        await client.cut()
+        if crash:
+            await broker.crash_and_restart()
+        client = await broker.connect(b"s")
+        topics: set[bytes] = set()
+        while broker.session(b"s")._walking or not broker.is_idle(b"s"):
+            for packet in await client.until_ping():
+                client.send(Puback(packet.packet_id))
+                topics.add(packet.topic)
+        assert {b"r/%04d" % n for n in range(15, 100)} <= topics
+        await client.disconnect()
+        client = await broker.connect(b"s")
+        await client.quiet()  # it has had them all, and that is known
+
+
+async def test_retained_messages_that_all_fit_cost_no_commit_of_their_own(broker: Broker) -> None:
+    await retained(broker, 10)
+    client = await broker.connect(b"s")
+    before = len(broker.store.batches)
+    await client.subscribe(b"r/#")
+    await client.payloads(10)
+    ops = [{type(op).__name__ for op in b.ops} for b in broker.store.batches[before:]]
+    assert ops[:2] == [{"Subscribe", "Advance"}] * 2
+    assert not any("Subscribe" in of_batch for of_batch in ops[2:])
+    snapshot = await broker.snapshot(b"s")
+    assert snapshot is not None
+    assert [s.options for s in snapshot.subscriptions] == [0]
+
+
+@pytest.mark.parametrize("clean", [False, True])
+async def test_an_unsubscribe_amid_retained_messages_ends_them(
+    monkeypatch: pytest.MonkeyPatch, clean: bool
+) -> None:
+    monkeypatch.setattr("broker_ext.durable.AHEAD_MIN", 10)
+    async with running(max_inflight=10) as broker:
+        await retained(broker, 100)
+        client = await broker.connect(b"s", clean=clean)
+        await client.subscribe(b"r/#")
+        await client.publishes(5, ack=False)
+        client.send(Unsubscribe(99, (b"r/#",)))
+        came = 5
+        while True:
+            packet = await client.any()
+            if isinstance(packet, Unsuback):
+                break
+            came += 1
+        for packet in await client.until_ping():
+            assert isinstance(packet, Publish)  # what was under way already
+            client.send(Puback(packet.packet_id))
+        await client.quiet()
+        assert came <= 20
+        assert not broker.hub.registry.owners[b"s"]._walks
