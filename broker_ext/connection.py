@@ -829,8 +829,12 @@ class Connection(asyncio.Protocol):
         elif told is not None and not self._stopped and self.transport.can_write_eof():
             # what a client sends to a closed socket makes TCP reset the connection, and it may
             # never read why (RFC 1122, 4.2.2.13): it is read and dropped, until it has closed, too
-            self.transport.write_eof()
             self._had_last_word = True
+            try:
+                self.transport.write_eof()
+            except OSError:  # its client has reset it, and we have not heard of it yet
+                self.transport.abort()
+                return
             if self._paused:
                 self.transport.resume_reading()
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 from typing import TYPE_CHECKING
 
@@ -41,6 +42,23 @@ async def test_the_newest_connection_owns_the_client_id(broker: Broker, clean: b
     await newer.quiet()
     assert list(broker.hub.registry.owners) == [b"c"]
     assert broker.ends == [(b"c", "taken over")]
+
+
+async def test_an_older_connection_that_its_client_has_reset_is_taken_over(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel knows that it is gone; our loop has not been told yet."""
+
+    def reset() -> None:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    older = await broker.connect(b"c", version=5, expiry=60)
+    await older.quiet()
+    monkeypatch.setattr(broker.session(b"c").peer.transport, "write_eof", reset)
+    newer = await broker.connect(b"c", version=5)
+    assert newer.connack.session_present
+    await older.closed()
+    await newer.quiet()
 
 
 async def test_a_takeover_saves_the_acknowledgements_of_its_own_turn(broker: Broker) -> None:
