@@ -335,7 +335,10 @@ class Session:
             self._deliver_acknowledged(entry, qos, retain, identifiers)
         elif self.peer.congested:
             self.hub.figures.dropped_qos0 += 1
-        elif not self.is_undeliverable(entry, 0, identifiers):
+        elif not (
+            (entry.expires_ms or self.peer.packet_bytes_max)  # no call for most
+            and self.is_undeliverable(entry, 0, identifiers)
+        ):
             self.hub.figures.delivered += 1
             self.peer.publish(entry, 0, 0, dup=False, retain=retain, identifiers=identifiers)
 
@@ -535,12 +538,19 @@ class TransientSession(Session):
         self._queued_bytes += len(entry.payload) + len(entry.properties)
 
     def _send(self, entry: Entry, qos: int, retain: bool, identifiers: bytes) -> None:
-        if self.is_undeliverable(entry, qos, identifiers):
+        peer = self.peer
+        if (entry.expires_ms or peer.packet_bytes_max) and self.is_undeliverable(
+            entry, qos, identifiers
+        ):
             return
-        packet_id = self._free_id()
+        packet_id = self._next_packet_id
+        if packet_id in self._under_way:
+            packet_id = self._free_id()
+        else:
+            self._next_packet_id = packet_id % PACKET_IDS + 1
         self._under_way[packet_id] = qos
         self.hub.figures.delivered += 1
-        self.peer.publish(entry, qos, packet_id, dup=False, retain=retain, identifiers=identifiers)
+        peer.publish(entry, qos, packet_id, dup=False, retain=retain, identifiers=identifiers)
 
     @property
     def places(self) -> int:
