@@ -121,6 +121,7 @@ class Connection(asyncio.Protocol):
         "_parts",
         "_parts_bytes",
         "_paused",
+        "_said_why",
         "_stopped",
         "_waiting",
         "closed",
@@ -170,6 +171,7 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._flush_scheduled = False
+        self._said_why = False
         self._had_last_word = False
         self._waiting: deque[_Waiting] = deque()
         self._lane: deque[Packet] = deque()
@@ -775,6 +777,7 @@ class Connection(asyncio.Protocol):
             self._end(LOST)
 
     def _refuse(self, reason: int, text: bytes = b"") -> None:
+        self._said_why = True
         if self.version < 5:
             self.write(connack(session_present=False, reason=return_code(reason)))
         elif self.five is None:  # nothing is known of what it takes
@@ -809,13 +812,13 @@ class Connection(asyncio.Protocol):
         self.ended = end
         self._lane.clear()
         session = self.session
-        told = None
         if session is not None:
             self.hub.registry.leave(session, end)
             self.guard.disconnected(session, end)
             if self.five is not None and end.reason:
                 told = self.five.encode(Disconnect(end.reason, with_words(end.words)))
                 if told is not None:
+                    self._said_why = True
                     self.write(told)
         if self.five is not None:
             self.five.authentication.stop()
@@ -826,7 +829,7 @@ class Connection(asyncio.Protocol):
         self.deadline_s = self.hub.clock.monotonic() + LINGER_S
         if self.congested or (end is SILENT and self.five is None):
             self.transport.abort()
-        elif told is not None and not self._stopped and self.transport.can_write_eof():
+        elif self._said_why and not self._stopped and self.transport.can_write_eof():
             # what a client sends to a closed socket makes TCP reset the connection, and it may
             # never read why (RFC 1122, 4.2.2.13): it is read and dropped, until it has closed, too
             self._had_last_word = True

@@ -226,3 +226,24 @@ async def test_mqtt_5_over_a_websocket(tmp_path: Path) -> None:
             (connack,) = decoder.feed(await web.recv())  # type: ignore[arg-type]
             assert isinstance(connack, Connack)
             assert connack.properties is not None
+
+
+@pytest.mark.parametrize("version", [4, 5])
+async def test_one_that_is_refused_and_goes_on_sending_reads_why(
+    tmp_path: Path, version: int
+) -> None:
+    anonymous = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": False}}
+    async with running(tmp_path, plugins=anonymous) as broker:
+        wire = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", broker.port()), 5)
+        with wire:
+
+            def talk() -> bytes:
+                wire.sendall(encode(Connect(version, b"dev", True), version))
+                for _ in range(20):
+                    wire.sendall(b"\x30\xa0\x8d\x06" + bytes(100_000))
+                select.select([wire], [], [], 5)
+                wire.sendall(bytes(100))
+                return wire.recv(1000)
+
+            said = await asyncio.to_thread(talk)
+        assert said == (b"\x20\x02\x00\x05" if version == 4 else b"\x20\x03\x00\x87\x00")
