@@ -24,6 +24,7 @@ from storage.outbox.rows import (
     decode_audit,
     indexes,
 )
+from storage.sealing import is_sealed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +96,8 @@ class _Walk:
         if row.key != NO_KEY and row.state is State.REISSUED:
             yield "it was reissued and has a key"
         try:
-            body_of(self.txn, row)
+            if not is_sealed(self.txn.get(Space.OUTBOX_BODY, U64.pack(row.id)) or b""):
+                body_of(self.txn, row)
         except MessageDamaged:
             yield "its body is damaged"
         for (space, key), value in indexes(row).items():
