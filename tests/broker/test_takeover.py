@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import gc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -54,7 +54,8 @@ async def test_an_older_connection_that_its_client_has_reset_is_taken_over(
 
     older = await broker.connect(b"c", version=5, expiry=60)
     await older.quiet()
-    monkeypatch.setattr(broker.session(b"c").peer.transport, "write_eof", reset)
+    peer: Any = broker.session(b"c").peer
+    monkeypatch.setattr(peer.transport, "write_eof", reset)
     newer = await broker.connect(b"c", version=5)
     assert newer.connack.session_present
     await older.closed()

@@ -18,7 +18,17 @@ from storage import open_store
 from storage.errors import StoreError
 from tests.crash import facts
 from tests.crash.broker import Broker, Fate, free_port
-from tests.crash.clients import ANSWER_S, VERSED, Client, Link, Publisher, Subscriber, World
+from tests.crash.clients import (
+    ANSWER_S,
+    SHARED,
+    VERSED,
+    Client,
+    Link,
+    Member,
+    Publisher,
+    Subscriber,
+    World,
+)
 from tests.crash.judge import Verdict, judge
 from tests.crash.points import POINTS, points_of
 
@@ -33,7 +43,7 @@ __all__ = ["Campaign", "Kind", "run"]
 
 Kind = Literal["lmdb", "sqlite"]
 LIVE_S = (0.15, 0.9)
-"""How long a process lives if no crash point ends it before."""
+"""How long a process lives, from when it listens, if no crash point ends it before."""
 WINDOWS = (3, 20, 100)
 OPENINGS = ("boot.", "create.")
 """The points at which a process dies before it listens."""
@@ -52,6 +62,8 @@ def _clients(world: World) -> tuple[list[Publisher], list[Subscriber]]:
         Subscriber(world, "churn", {"u/#": 1, **end}, ("t/0", "t/+", "+/1", "u/2", "t/kept/#")),
         Subscriber(world, "sleeper", {"t/+": 2, **end}, away=0.4),
         Subscriber(world, "forgetful", {"+/2": 1, **end}, ("u/#",), forgetful=True),
+        Member(world, "crew-1", away=0.03),
+        Member(world, "crew-2", away=0.1),
         Subscriber(world, "brief", {"t/+": 1, **end}, away=0.2, expiry_s=1),
         Subscriber(world, "passing", {"+/1": 2, **end}, ("u/#",), away=0.1, expiry_s=2),
     ]
@@ -113,11 +125,9 @@ class Campaign:
         living = [asyncio.ensure_future(client.live()) for client in self.clients]
         lives_s = self.rng.uniform(*LIVE_S)
         try:
-            if fate.point and await self.broker.died(2 * lives_s):
-                return fate.point
             if not await self.broker.listens():
                 return self._dead_by_itself(fate)
-            if not fate.point and await self.broker.died(lives_s):
+            if await self.broker.died(2 * lives_s if fate.point else lives_s):
                 return self._dead_by_itself(fate)
             if fate.point.startswith("stop."):
                 self.world.is_stopping = True
@@ -263,7 +273,7 @@ async def run(
     if tell is not None:
         campaign.tell = tell
     history = await campaign.run()
-    verdict = judge(history)
+    verdict = judge(history, shared=SHARED)
     if verdict.total:
         lines = [f"{index} {fact}\n" for index, fact in enumerate(history, 1)]
         (folder / "history.txt").write_text("".join(lines), encoding="utf-8")

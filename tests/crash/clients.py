@@ -52,7 +52,17 @@ if TYPE_CHECKING:
     from broker_ext.wire import Packet, PropertyValue
     from tests.crash.facts import Fact
 
-__all__ = ["ANSWER_S", "END", "VERSED", "Client", "Publisher", "Subscriber", "World"]
+__all__ = [
+    "ANSWER_S",
+    "END",
+    "SHARED",
+    "VERSED",
+    "Client",
+    "Member",
+    "Publisher",
+    "Subscriber",
+    "World",
+]
 
 ANSWER_S: Final = 20.0
 """How long an answer may take on a busy machine before it counts as missing."""
@@ -66,6 +76,10 @@ FOR_EVER: Final = 0xFFFF_FFFF
 TAKEN_OVER: Final = 0x8E
 SHUTTING_DOWN: Final = 0x8B
 TICK_MS: Final = 10
+QUIET_S: Final = 1.5
+"""When nothing came for so long, nothing more comes."""
+SHARED: Final = "$share/crew/t/#"
+"""What the members of the group share."""
 VERSED: Final = "versed"
 """The publisher whose messages have properties."""
 ALIASES: Final = 3
@@ -775,5 +789,32 @@ class Subscriber(Client):
                     await self.must_be_taken_over(link)
                     await asyncio.sleep(0.3)
                     return True
+            await asyncio.sleep(0.02)
+        return False
+
+
+class Member(Subscriber):
+    """A durable session that shares a subscription with others, and has the marker of its own."""
+
+    def __init__(self, world: World, name: str, *, away: float) -> None:
+        super().__init__(world, name, {SHARED: 2, END: 1}, away=away)
+        self._heard_at = 0.0
+
+    def arrived(self, link: Link, packet: Packet) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+        super().arrived(link, packet)
+
+    async def drain(self) -> bool:
+        """Receive and acknowledge what the group has for it, until nothing more comes."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + 6 * ANSWER_S
+        while loop.time() < end:
+            if not (self.is_connected or await self.connect()):
+                continue
+            assert self.link is not None
+            self._catch_up(self.link)
+            is_quiet = loop.time() > self._heard_at + QUIET_S
+            if self.saw_end.is_set() and is_quiet and not self._handshakes:
+                return True
             await asyncio.sleep(0.02)
         return False

@@ -23,6 +23,9 @@ broken promise and not a matter of taste:
   broker, and certainly is not when its expiry has passed since the broker must have known that its
   client had gone: a while after that, or, when the broker died meanwhile, as soon as it is back;
 * wills of connections that died with one process after the other come in any order;
+* what is shared is owed to the group as a whole, once a member's SUBACK arrived: somebody has to
+  finish it. At QoS 1 it may come to a second member, or again, until it is settled; at QoS 2 it
+  belongs to the first, for ever;
 * a message that expires is owed to nobody, and comes to nobody for the first time a while after
   its expiry. One that comes with DUP was on its way before, for all that a broker can know which
   died meanwhile: it may have found it to have expired before it was sent, and others went first.
@@ -231,11 +234,28 @@ def matches(topic_filter: str, topic: str) -> bool:
     return len(wanted) == len(levels)
 
 
+@dataclass(slots=True)
+class _Group:
+    """Those who share a subscription. filter: what they share. since: of a first SUBACK, 0 = none.
+
+    open: (client, packet id) -> a delivery that its member has not finished. had: message id -> its
+    deliveries, finished or not.
+    """
+
+    name: str
+    filter: str
+    asked: int = 0
+    since: int = 0
+    open: dict[tuple[str, int], _Delivery] = field(default_factory=dict)
+    had: dict[str, list[_Delivery]] = field(default_factory=lambda: defaultdict(list))
+
+
 HEARD: Final = (facts.Connected, facts.Delivered, facts.Accepted, facts.Completed, facts.Ponged)
 
 
 class _Judge:
-    def __init__(self, anchor: str) -> None:
+    def __init__(self, anchor: str, shared: str) -> None:
+        self.group = _Group(shared, shared.split("/", 2)[2] if shared else "")
         self.verdict = Verdict()
         self.now = 0
         self.now_ms = 0
@@ -401,6 +421,8 @@ class _Judge:
 
     def _change(self, client: str, ticket: int, filters: Iterable[tuple[str, int]]) -> None:
         session = self.sessions[client]
+        if any(name == self.group.name for name, _ in filters):
+            self.group.asked = self.group.asked or self.now
         places = session.tickets[ticket] = []
         for name, qos in filters:
             place = session.filters.setdefault(name, _Filter())
@@ -411,6 +433,8 @@ class _Judge:
         session = self.sessions[fact.client]
         session.kept = True
         places = session.tickets.pop(fact.ticket, [])
+        if session.filters.get(self.group.name) in [place for place, _ in places]:
+            self.group.since = self.group.since or self.now
         for (place, i), code in zip(places, fact.codes, strict=True):
             if code != place.changes[i].qos:
                 self.verdict.add("qos", f"{fact.client}: SUBACK {code} at {self.now}")
@@ -432,6 +456,9 @@ class _Judge:
         self.verdict.counts["delivered"] += 1
         if not fact.dup:
             self._check_expired(fact)
+        if self._is_shared(session, fact):
+            self._shared(fact)
+            return
         if fact.qos == 0:
             session.live.add(fact.message_id)
             if not fact.retain:
@@ -452,6 +479,51 @@ class _Judge:
             self._came_again(session, closed, fact)
             return
         self._new(session, fact)
+
+    def _is_shared(self, session: _Session, fact: facts.Delivered) -> bool:
+        """Members have nothing but the marker of their own."""
+        if self.group.name not in session.filters:
+            return False
+        sent = self.sent.get(fact.message_id)
+        return sent is None or sent.message.topic.startswith(self.anchor)
+
+    def _shared(self, fact: facts.Delivered) -> None:
+        """A delivery to a member of the group."""
+        group, key = self.group, (fact.client, fact.packet_id)
+        what = f"{fact.client}: {fact.message_id} id {fact.packet_id} at {self.now}, shared"
+        before = group.open.get(key)
+        if before is not None and before.link == fact.link:
+            promise = "redelivery" if before.message_id == fact.message_id else "reused"
+            self.verdict.add(promise, f"{what}: {before.message_id} ({before.step})")
+        if before is not None and before.message_id == fact.message_id:
+            self.verdict.counts["redelivered"] += 1
+            if not fact.dup:
+                self.verdict.add("redelivery", f"{what}: without DUP")
+            if before.step == "released":
+                self.verdict.add("twice", f"{what}: PUBLISH after PUBREL")
+            before.link = fact.link
+            return
+        delivery = group.open[key] = _Delivery(
+            fact.message_id, fact.packet_id, fact.qos, self.now, fact.link, fact.retain
+        )
+        if not fact.message_id:
+            return
+        sent = self.sent.get(fact.message_id)
+        if sent is None or not matches(group.filter, sent.message.topic):
+            self.verdict.add("haunting", what)
+            return
+        had = group.had[fact.message_id]
+        had.append(delivery)
+        if 0 < sent.accepted < group.asked:
+            self.verdict.add("haunting", f"{what}: it was sent before")
+        if fact.qos != sent.message.qos:
+            self.verdict.add("qos", f"{what}: QoS {fact.qos}")
+        if len(had) > 1 and fact.qos == 2:
+            self.verdict.add("twice", f"{what}: it had been delivered")
+        elif sent.times == 1 and any(earlier.settled for earlier in had):
+            self.verdict.add("again", f"{what}: it was settled")
+        self.verdict.counts["shared"] += 1
+        self.verdict.counts["shared again"] += len(had) > 1
 
     def _check_expired(self, fact: facts.Delivered) -> None:
         sent = self.sent.get(fact.message_id)
@@ -545,8 +617,8 @@ class _Judge:
             self.verdict.add("qos", f"{what}: QoS {fact.qos}, granted {best}")
 
     def _acknowledged(self, fact: facts.Acknowledged) -> None:
-        session = self.sessions[fact.client]
-        delivery = session.open.get(fact.packet_id)
+        session, key = self.sessions[fact.client], (fact.client, fact.packet_id)
+        delivery = self.group.open.get(key) or session.open.get(fact.packet_id)
         if delivery is None:
             return  # a handshake that an earlier connection had finished
         if fact.kind == "pubrec":
@@ -555,14 +627,18 @@ class _Judge:
             return
         delivery.step = "acked" if fact.kind == "puback" else "done"
         delivery.acked_at = self.now
-        del session.open[fact.packet_id]
-        session.due.pop(fact.packet_id, None)
+        if self.group.open.pop(key, None) is None:
+            del session.open[fact.packet_id]
+            session.due.pop(fact.packet_id, None)
+            if delivery.message_id:
+                session.closed[delivery.message_id, fact.packet_id] = delivery
         if delivery.message_id:
-            session.closed[delivery.message_id, fact.packet_id] = delivery
             self.acked[fact.link].append(delivery)
 
     def _releasing(self, fact: facts.Releasing) -> None:
-        delivery = self.sessions[fact.client].open.get(fact.packet_id)
+        delivery = self.group.open.get((fact.client, fact.packet_id))
+        if delivery is None:
+            delivery = self.sessions[fact.client].open.get(fact.packet_id)
         if delivery is None:
             return
         if delivery.step == "arrived" or delivery.qos != 2:
@@ -675,7 +751,27 @@ class _Judge:
                 if (since := place.sure_since(session.doubt)) is not None
             }
             self._count_lost(client, session, sure, accepted)
+        if self.group.since:
+            self._count_lost_in_group(accepted)
         return self.verdict
+
+    def _count_lost_in_group(self, accepted: list[_Sent]) -> None:
+        group = self.group
+        members = [c for c, session in self.sessions.items() if group.name in session.filters]
+        if not all(self.sessions[client].is_drained for client in members):
+            return
+        for (client, packet_id), delivery in group.open.items():
+            if delivery.qos == 2:
+                what = f"{client}: {delivery.message_id} id {packet_id}, shared"
+                self.verdict.add("twice", f"{what}, ends {delivery.step}")
+        for sent in accepted:
+            message = sent.message
+            if message.expiry_s or message.empty or not matches(group.filter, message.topic):
+                continue
+            if sent.first > group.since:
+                self.verdict.counts["owed to the group"] += 1
+                if not any(d.step in ("acked", "done") for d in group.had[message.id]):
+                    self.verdict.add("lost", f"{group.name}: {message.id}, sent at {sent.first}")
 
     def _count_lost(
         self, client: str, session: _Session, sure: dict[str, int], accepted: list[_Sent]
@@ -717,13 +813,14 @@ def _shown(message: Message) -> str:
     return "" if message.empty else message.id
 
 
-def judge(history: Iterable[Fact], *, anchor: str = "t/") -> Verdict:
+def judge(history: Iterable[Fact], *, anchor: str = "t/", shared: str = "") -> Verdict:
     """Judge a history.
 
+    shared: the subscription that a group shares, "" = there is none.
     anchor: topics that begin with it are always matched by some durable session, so that an
     acknowledgement of a message there proves a commit.
     """
-    judge_ = _Judge(anchor)
+    judge_ = _Judge(anchor, shared)
     for index, fact in enumerate(history):
         judge_.feed(index + 1, fact)
     return judge_.finish()

@@ -687,3 +687,144 @@ def test_the_judge_matches_filters_by_itself(
     topic_filter: str, topic: str, *, expected: bool
 ) -> None:
     assert matches(topic_filter, topic) is expected
+
+
+# ------------------------------------------------------------------------------- a group
+
+CREW = "$share/crew/t/#"
+
+
+class Crew(Story):
+    """``one`` and ``two`` share a subscription; both speak of it by themselves."""
+
+    def begin(self) -> None:
+        self.connect("pub", present=False)
+        for member in ("one", "two"):
+            self.connect(member, present=False)
+            self.tickets += 1
+            link = self.links[member]
+            self.note(facts.Subscribing(member, link, self.tickets, ((CREW, 2),)))
+            self.note(facts.Subscribed(member, self.tickets, (2,)))
+
+    def give(self, member: str, message: Message, packet_id: int = 1, *, dup: bool = False) -> None:
+        link, qos = self.links[member], message.qos
+        self.note(facts.Delivered(member, link, message.id, packet_id, qos, dup, retain=False))
+
+    def finish(self, member: str, qos: int = 1, packet_id: int = 1) -> None:
+        link = self.links[member]
+        for kind in ("puback",) if qos == 1 else ("pubrec", "pubcomp"):
+            if kind == "pubcomp":
+                self.note(facts.Releasing(member, link, packet_id))
+            self.note(facts.Acknowledged(member, link, packet_id, kind))
+
+    def prove(self, member: str) -> None:
+        asked = self.note(facts.Pinging(member, self.links[member]))
+        self.note(facts.Ponged(member, self.links[member], asked))
+        message = self.message("t/elsewhere")
+        self.send(message)
+        self.give(member, message, 90)
+        self.finish(member, packet_id=90)
+
+
+def _one_each(crew: Crew) -> None:
+    for member, qos in (("one", 1), ("two", 2), ("one", 2)):
+        message = crew.message(qos=qos)
+        crew.send(message)
+        crew.give(member, message)
+        crew.finish(member, qos)
+
+
+def _handed_on(crew: Crew) -> None:
+    message = crew.message()
+    crew.send(message)
+    crew.give("one", message)
+    crew.give("two", message)
+    crew.finish("two")
+    crew.connect("one")
+    other = crew.message()
+    crew.send(other)
+    crew.give("one", other)
+    crew.finish("one")
+
+
+def _waits_for_its_member(crew: Crew) -> None:
+    message = crew.message(qos=2)
+    crew.send(message)
+    crew.give("one", message)
+    crew.die()
+    crew.connect("one")
+    crew.give("one", message, dup=True)
+    crew.finish("one", 2)
+
+
+def _left_alone(crew: Crew) -> None:
+    crew.send(crew.message())
+
+
+def _never_finished(crew: Crew) -> None:
+    message = crew.message()
+    crew.send(message)
+    crew.give("one", message)
+
+
+def _qos_2_to_two_members(crew: Crew) -> None:
+    message = crew.message(qos=2)
+    crew.send(message)
+    crew.give("one", message)
+    crew.finish("one", 2)
+    crew.give("two", message)
+    crew.finish("two", 2)
+
+
+def _again_in_the_group(crew: Crew) -> None:
+    message = crew.message()
+    crew.send(message)
+    crew.give("one", message)
+    crew.finish("one")
+    crew.prove("one")
+    crew.give("two", message)
+    crew.finish("two")
+
+
+def _id_in_use_in_the_group(crew: Crew) -> None:
+    first, second = crew.message(), crew.message()
+    crew.send(first)
+    crew.send(second)
+    crew.give("one", first)
+    crew.give("one", second)
+    crew.finish("one")
+    crew.give("two", first)
+    crew.finish("two")
+
+
+def _without_dup_in_the_group(crew: Crew) -> None:
+    message = crew.message()
+    crew.send(message)
+    crew.give("one", message)
+    crew.connect("one")
+    crew.give("one", message)
+    crew.finish("one")
+
+
+@pytest.mark.parametrize(
+    ("promise", "happens"),
+    [
+        ("", _one_each),
+        ("", _handed_on),
+        ("", _waits_for_its_member),
+        ("lost", _left_alone),
+        ("lost", _never_finished),
+        ("twice", _qos_2_to_two_members),
+        ("again", _again_in_the_group),
+        ("reused", _id_in_use_in_the_group),
+        ("redelivery", _without_dup_in_the_group),
+    ],
+)
+def test_a_group_is_judged_as_one(promise: str, happens: Callable[[Crew], None]) -> None:
+    crew = Crew()
+    crew.begin()
+    happens(crew)
+    for member in ("one", "two"):
+        crew.note(facts.Drained(member))
+    violations = judge(crew.history, shared=CREW).violations
+    assert {p: n for p, n in violations.items() if n} == ({promise: 1} if promise else {})
