@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from broker_ext.figures import Figures
 from broker_ext.history import History
+from broker_ext.letters import Letters
 from broker_ext.reasons import Reason
 from broker_ext.registry import EXPIRED, Registry
 from broker_ext.resume import Finding, Verdict, words_of
@@ -83,6 +84,7 @@ class Hub:
         self.history = History(self)
         self.shared = Shared(self)
         self.sinks = Sinks(self)
+        self.letters = Letters(self)
         self.rekeying: Rekeying | None = None
         """Where the store is sealed."""
         self._timers: list[asyncio.Task[None]] = []
@@ -126,6 +128,7 @@ class Hub:
         self._every(settings.checkpoint_interval_s, self.sinks.checkpoint)
         self._every(1.0, self.sinks.sweep)
         self._every(PURGE_S, self.sinks.purge)
+        self._every(1.0, self.letters.look)
         self._timers.append(asyncio.ensure_future(self._recover_wills()))
 
     async def stop(self) -> None:

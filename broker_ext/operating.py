@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from broker_ext.operations import Operation, RefusedError
 from storage.errors import MessageDamaged, ReissueRefused
-from storage.outbox import SESSIONS
 
 if TYPE_CHECKING:
     from storage.clock import Clock
@@ -108,13 +107,8 @@ async def outbox_show(place: Place, *, message_id: int, payload: bool = False) -
 
 async def outbox_reissue(place: Place, *, message_id: int, actor: str) -> dict[str, Any]:
     """A fresh message in the place of a dead letter, due at once. actor: who asks (audit)."""
-    operator = place.handles.operator()
-    message = await operator.show(message_id)
-    if message is not None and message.queue == SESSIONS:
-        raise RefusedError(
-            409, f"message {message_id} is of a session, which has no queue of its own"
-        )
     try:
+        operator = place.handles.operator()
         reissued = await operator.reissue(message_id, _name(actor)[:ACTOR_BYTES_MAX])
     except ReissueRefused as error:
         raise RefusedError(404 if error.found == "gone" else 409, str(error)) from None

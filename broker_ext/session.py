@@ -313,6 +313,11 @@ class Session:
             return
         self._deliver(entry, qos, retain, options.identifiers)
 
+    async def asked(self) -> None:
+        """Wait until topic plugins were asked about everything that was passed on."""
+        while self._guard_task is not None:
+            await asyncio.wait([self._guard_task])
+
     def _ask(self, entry: Entry, qos: int, retain: bool, identifiers: bytes) -> None:
         self._guarded.append((entry, qos, retain, identifiers))
         if self._guard_task is None:
