@@ -31,6 +31,7 @@ from broker_ext.options import PLAIN, Options
 from broker_ext.outbound import SETTLED
 from broker_ext.replay import READ_ENTRIES_MAX, Replay, Wanted
 from broker_ext.session import publish_bytes
+from broker_ext.topics import matches
 from storage.api import (
     GROUP,
     RECEIVED,
@@ -167,6 +168,7 @@ class Group:
         self._reading: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._making: asyncio.Future[None] | None = None
+        self._awaits_history = False
 
     def __repr__(self) -> str:
         return f"<group {self.name!r}>"
@@ -192,6 +194,8 @@ class Group:
             self._making = None
             if not self.wanted:
                 self.forsaken()
+            self._discard_if_settled()
+            self.pump()
 
     async def _make(self) -> None:
         apply = self.committer.apply
@@ -200,18 +204,21 @@ class Group:
             assert isinstance(acquired, Acquired)
             assert acquired.snapshot is not None
             self._own(acquired.snapshot)
-        head = self.committer.last
+        head = self.cursor = self.committer.last
+        self._awaits_history = True
         self.hub.router.count(self.filter, 1)  # from now on what matches is logged
         try:
             subscription = Subscription(self.filter, QOS, head)
             await apply(Subscribe(self.consumer_id, self.incarnation, (subscription,)))
         except StoreError:
             self.hub.router.count(self.filter, -1)
-            self._discard_if_settled()
+            self._awaits_history = False
+            for entry in self.committer.since(head) or ():
+                if matches(self.filter, entry.topic):
+                    self.pass_on(entry, entry.qos)
             raise
+        self._awaits_history = False
         self._follow(head)
-        self.live = True
-        self.cursor = self.committer.last  # until here members were served from memory
         self._checkpoint = True
         self._join(lazy=False)
 
@@ -278,7 +285,8 @@ class Group:
             self.shared.forget(self)
 
     def _discard_if_settled(self) -> None:
-        if self.consumer_id and not self.durable and not self._stored:
+        is_over = not (self.durable or self._stored or self._making)
+        if self.consumer_id and is_over:
             self._submit(Discard(self.consumer_id, self.incarnation))
             self.consumer_id = 0
             self._dirty.clear()
@@ -316,6 +324,7 @@ class Group:
             self._checkpoint = True
             self._save()
             self._submit(Detach(self.consumer_id, self.incarnation, self.hub.clock.now_ms()))
+            self.consumer_id = 0  # nothing more is written
 
     # ------------------------------------------------------------------------ who is here
 
@@ -420,6 +429,8 @@ class Group:
     def pass_on(self, entry: Entry, qos: int, options: Options = PLAIN) -> None:
         """A message to deliver from memory."""
         del options
+        if self._awaits_history and entry.offset:
+            return  # it comes from there
         if qos < entry.qos:
             entry = entry._replace(qos=qos)
         if self.hub.router.guarded or (qos and self.loose):

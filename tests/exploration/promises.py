@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from broker_ext.durable import DurableSession
+from broker_ext.group import Group
+from broker_ext.shared import filter_of
 from broker_ext.topics import matches
 from broker_ext.wire import (
     Connack,
@@ -26,8 +28,10 @@ from broker_ext.wire import (
 )
 from broker_ext.wire.properties import MESSAGE_EXPIRY_S
 from storage.api import (
+    GROUP,
     HELD,
     RECEIVED,
+    UNRECORDED,
     Acquire,
     Acquired,
     Advance,
@@ -38,6 +42,7 @@ from storage.api import (
     StoreWill,
     Subscription,
 )
+from storage.names import is_shared
 from tests.exploration.store import OwnerOp
 
 if TYPE_CHECKING:
@@ -130,6 +135,12 @@ class Ledger:
         self._wills: set[bytes] = set()
         self._deadlines: dict[bytes, int] = {}
         self.sessions: list[Session] = []
+        self._owed_to_groups: dict[tuple[bytes, bytes], None] = {}
+        self._given: dict[bytes, list[tuple[Link, int]]] = {}
+        """Payload -> links that a group gave it to, in their order, with the QoS."""
+        self._from_memory: set[bytes] = set()
+        self._over: set[bytes] = set()
+        """Clients that a session of has ended."""
         self.orphans: dict[bytes, set[int]] = {}
         """Wills of connections that died with the broker -> how often they may be published."""
 
@@ -204,6 +215,23 @@ class Ledger:
                     and matches(topic_filter, message.topic)
                 ):
                     self._owed[client_id, message.payload] = None
+                plain = filter_of(topic_filter) if is_shared(topic_filter) else None
+                if (
+                    plain is not None
+                    and belief.exists
+                    and belief.certain(topic_filter)
+                    and matches(plain, message.topic)
+                    and not self._starts_clean(client_id)
+                ):
+                    self._owed_to_groups[topic_filter, message.payload] = None
+
+    def _starts_clean(self, client_id: bytes) -> bool:
+        """Whether its session may end at any moment."""
+        return any(
+            link.clean and link.connection is not None
+            for link in self.world.links
+            if link.identity.client_id == client_id
+        )
 
     def _forgive(self, client_id: bytes, topic_filter: bytes | None) -> None:
         """A subscription may end: what is owed to it need not come any more."""
@@ -211,6 +239,13 @@ class Ledger:
             topic = self._topics[owed[1]][0]
             if owed[0] == client_id and (topic_filter is None or matches(topic_filter, topic)):
                 del self._owed[owed]
+        for name, payload in list(self._owed_to_groups):
+            if topic_filter in {None, name} and not any(
+                belief.exists and belief.certain(name)
+                for other, belief in self._beliefs.items()
+                if other != client_id
+            ):
+                del self._owed_to_groups[name, payload]
 
     # ----------------------------------------------------------------------- what is stored
 
@@ -240,10 +275,13 @@ class Ledger:
 
     def _forgotten(self, client_id: bytes, *, asked_for: bool) -> None:
         """A session was deleted: its client must be told, with Session Present = 0."""
+        if client_id.startswith(GROUP):
+            return
         belief = self.belief(client_id)
         # one with nothing in it may go, as long as its client is told
         if belief.exists and belief.base and not (asked_for or self.world.forgets):
             self.broken(f"P7: the session of {client_id!r} was deleted")
+        self._over.add(client_id)
         belief.base.clear()
         belief.others_ended()
         belief.must_hear = belief.must_hear or (belief.exists and not asked_for)
@@ -440,10 +478,14 @@ class Ledger:
         left_s = packet.properties.get(MESSAGE_EXPIRY_S) if packet.properties else None
         if left_s == 0 and not packet.dup:  # as it was when it was handed to the connection
             self.broken(f"{link}: {payload!r} was sent when its time was over")
+        record = self._record(link)
+        if packet.qos and self._is_shared(link, packet, record):
+            self._write_shared(link, packet)
+            self._count(link, packet)
+            return
         if not packet.qos or link.clean:
             self._count(link, packet)
             return
-        record = self._record(link)
         claims = () if record is None else record.claims
         found = [d for c in claims for d in c.deliveries if d.packet_id == packet.packet_id]
         if record is None or not found:
@@ -462,6 +504,55 @@ class Ledger:
         if not packet.retain:
             self._first_or_again(link, packet, delivery.offset)
         self._count(link, packet)
+
+    def _is_shared(self, link: Link, packet: Publish, record: Snapshot | None) -> bool:
+        """Whether a group gave it to this client. One that is also owed it, as a subscriber of its
+        own, is in no scenario."""
+        offset = self._appended.get(packet.payload, 0)
+        groups = [s for s in self.world.store.memory.records if _is_group(s)]
+        for claim in (claim for group in groups for claim in group.claims):
+            for delivery in claim.deliveries:
+                if delivery.offset == offset and (
+                    (link.clean and claim.member == UNRECORDED)
+                    or (
+                        record is not None
+                        and claim.member == record.consumer.id
+                        and delivery.packet_id == packet.packet_id
+                    )
+                ):
+                    if delivery.state & RECEIVED:
+                        self.broken(f"P5: {link}: {packet.payload!r} was sent after its PUBREC")
+                    return True
+        if link.clean and self._serves_in_memory(packet):
+            self._from_memory.add(packet.payload)
+            return True
+        if packet.payload in self._given:
+            if packet.payload not in self._from_memory:
+                self.broken(f"P2: {link}: {packet.payload!r} was sent before its claim was saved")
+            return True
+        return False
+
+    def _serves_in_memory(self, packet: Publish) -> bool:
+        return any(
+            matches(group.filter, packet.topic) and not group.durable
+            for group in self.world.hub.shared.groups.values()
+        )
+
+    def _write_shared(self, link: Link, packet: Publish) -> None:
+        """P15: it is with one member at a time, and with QoS 2 with one for good."""
+        payload = packet.payload
+        given = self._given.setdefault(payload, [])
+        for other, qos in given:
+            assert other.connection is not None
+            if other is link:
+                self.broken(f"P15: {link}: {payload!r} was sent twice on one connection")
+            elif other.connection.ended is None:
+                self.broken(f"P15: {payload!r} went to {link}, and {other} has it")
+            elif other.identity is not link.identity and qos == 2:
+                self.broken(f"P15: {payload!r} (QoS 2) went to {other}, then to {link}")
+            elif qos == 2 and not packet.dup:
+                self.broken(f"P15: {link}: {payload!r} came again without DUP")
+        given.append((link, packet.qos))
 
     def _has_expired(self, payload: bytes) -> bool:
         return self._deadlines.get(payload, 1 << 62) <= self.world.clock.now_ms()
@@ -564,16 +655,39 @@ class Ledger:
         counts = self.world.store.memory.counts()
         names = set(counts) | {f for b in self._beliefs.values() for f in b.filters()}
         names |= {f for s in self.sessions for f in s.subscriptions}
-        for name in sorted(names):
+        self._look_at_groups({name for name in names if is_shared(name)}, counts)
+        for name in sorted(name for name in names if not is_shared(name)):
             place = hub.router._places.find(name)
             counted = 0 if place is None else place.durable
             stored = counts.get(name, 0)
             if counted != stored:
                 self.broken(f"P8: {name!r} is counted {counted} times and stored {stored} times")
-            attached = set() if place is None else set(place.subscribers or ())
+            receivers = () if place is None else place.subscribers or ()
+            attached = {r for r in receivers if not isinstance(r, Group)}
             wanted = {s for s in self.sessions if not s.sealed and name in s.subscriptions}
             if attached != wanted:
                 self.broken(f"P8: {name!r} is delivered to {attached}, not to {wanted}")
+
+    def _look_at_groups(self, names: set[bytes], counts: dict[bytes, int]) -> None:
+        """P15: each group has the members it should have, and a record as long as it is needed."""
+        shared = self.world.hub.shared
+        records = {s.consumer.client_id: s for s in self.world.store.memory.records}
+        for name in sorted(names | set(shared.groups)):
+            stored, counted = counts.get(name, 0), shared.counts.get(name, 0)
+            if counted != stored:
+                self.broken(f"P15: {name!r} is counted {counted} times and stored {stored} times")
+            group = shared.groups.get(name)
+            here = set() if group is None else {member.session for member in group.members}
+            wanted = {s for s in self.sessions if not s.sealed and name in s.subscriptions}
+            if here != wanted:
+                self.broken(f"P15: {name!r} has the members {here}, not {wanted}")
+            record = records.get(GROUP + name[len(b"$share/") :])
+            if stored and (record is None or not record.subscriptions):
+                self.broken(f"P15: {name!r} has durable members and follows nothing")
+            if record is not None and not (stored or here or record.claims):
+                self.broken(f"P15: the record of {name!r} is left behind")
+            if (group is None) != (record is None and not here):
+                self.broken(f"P15: {name!r} is {group}, and its record {record}")
 
     def _look_at_wills(self) -> None:
         stored = self.world.store.memory.wills
@@ -663,6 +777,15 @@ class Ledger:
         for client_id, payload in self._owed:
             if payload in self._acknowledged and not self._delivered.get((client_id, payload)):
                 self.broken(f"P6: {payload!r} never came to {client_id!r}")
+        for name, payload in self._owed_to_groups:
+            came = any(count for (_, what), count in self._delivered.items() if what == payload)
+            ended = any(
+                link.clean or link.identity.client_id in self._over
+                for link, _ in self._given.get(payload, ())
+            )
+            may_be_lost = ended and self._topics[payload][1] == 2
+            if payload in self._acknowledged and not (came or may_be_lost):
+                self.broken(f"P15: {payload!r} never came to {name!r}")
 
     def look_at_stop(self) -> None:
         """The broker has stopped: the wills of those who were connected stay, as after a crash."""
@@ -689,6 +812,10 @@ def memory_check(world: World) -> list[str]:
 
     found: list[str] = result_of(world.store.check())
     return found
+
+
+def _is_group(snapshot: Snapshot) -> bool:
+    return snapshot.consumer.client_id.startswith(GROUP)
 
 
 def _wants(subscription: Subscription, entry: Entry) -> bool:

@@ -379,6 +379,80 @@ def _time_passes(world: World, seconds: float) -> None:
         world.event(f"wills {n}", lambda _: True, lambda w: w.hub.wills.publish_due())
 
 
+# ------------------------------------------------------------------- shared subscriptions
+
+JOBS: Final = b"$share/g/t"
+
+
+def _four(qos: int) -> tuple[Step, ...]:
+    return tuple(publish(b"t", qos) for _ in range(4))
+
+
+@scenario(faults=1)
+def a_group_whose_members_come_and_go(world: World) -> None:
+    """Cuts and takeovers with deliveries of QoS 1 and 2 under way, and a commit that fails."""
+    world.link("one/1", subscribe((JOBS, 2)), settled(), droppable=True)
+    world.link("two/1", subscribe((JOBS, 2)), settled(), droppable=True)
+    world.link("pub/1", subscribed("one/1"), *(publish(b"t", 1 + n % 2) for n in range(5)))
+    world.link("one/2", subscribed("one/1"))
+    world.link("two/2", until("delivered", lambda w: bool(_link(w, "two/1").received)), drop())
+
+
+@scenario(settings=Settings(max_inflight=1), faults=1)
+def a_group_with_no_room(world: World) -> None:
+    """It lags, reads, and hands on what came back."""
+    world.link("one/1", subscribe((JOBS, 1)), settled(), droppable=True)
+    world.link("two/1", asked("one/1"), subscribe((JOBS, 2)), droppable=True)
+    world.link("pub/1", subscribed("one/1"), *_four(1), *_four(2))
+    world.link("one/2", over("one/1"))
+
+
+@scenario(faults=1)
+def members_that_unsubscribe(world: World) -> None:
+    """With messages under way, the last one too; and somebody joins while the record goes."""
+    delivered = until("delivered", lambda w: bool(_link(w, "one/1").received))
+    world.link("one/1", subscribe((JOBS, 2)), delivered, unsubscribe(JOBS), settled())
+    world.link("pub/1", subscribed("one/1"), *_four(2), publish(b"t", 1))
+    world.link("two/1", subscribed("one/1"), subscribe((JOBS, 1)), unsubscribe(JOBS), settled())
+    world.link("three/1", subscribed("two/1"), subscribe((JOBS, 2)), settled(), droppable=True)
+
+
+@scenario(faults=1)
+def transient_members_beside_a_durable_one(world: World) -> None:
+    """From memory to the history and back."""
+    world.link("one/1", subscribe((JOBS, 2)), settled(), clean=True, droppable=True)
+    world.link("two/1", subscribe((JOBS, 1)), settled(), clean=True, droppable=True)
+    world.link("pub/1", subscribed("one/1"), *_four(2), *_four(1))
+    world.link("dev/1", subscribed("two/1"), subscribe((JOBS, 2)), settled(), droppable=True)
+    world.link("dev/2", over("dev/1"), unsubscribe(JOBS), settled())
+
+
+@scenario(faults=1)
+def two_who_make_one_group(world: World) -> None:
+    """At the same moment, and one of them starts clean right after it."""
+    world.link("one/1", subscribe((JOBS, 1)), settled(), droppable=True)
+    world.link("two/1", subscribe((JOBS, 2)), settled(), droppable=True)
+    world.link("pub/1", accepted("one/1"), *_four(1), *_four(2))
+    world.link("one/2", accepted("one/1"), subscribe((JOBS, 2)), settled(), clean=True)
+    world.link("two/2", over("two/1"), unsubscribe(JOBS), subscribe((JOBS, 2)))
+
+
+@scenario(guarded=True, slow=frozenset({"may_receive"}), faults=1)
+def a_group_that_asks_topic_plugins(world: World) -> None:
+    world.link("one/1", subscribe((JOBS, 2)), settled(), droppable=True)
+    world.link("two/1", subscribe((JOBS, 1)), settled(), droppable=True)
+    world.link("pub/1", subscribed("one/1"), *_four(2), publish(b"t", 1), publish(b"t", 0))
+    world.link("one/2", over("one/1"))
+
+
+@scenario(faults=1)
+def the_broker_stops_under_a_group(world: World) -> None:
+    world.link("one/1", subscribe((JOBS, 2)), settled())
+    world.link("two/1", subscribe((JOBS, 1)), settled(), clean=True)
+    world.link("pub/1", subscribed("one/1"), *_four(2), *_four(1))
+    world.event("the broker stops", lambda _: True, lambda w: w.stop())
+
+
 # ------------------------------------------------- somebody who writes past the registry
 
 

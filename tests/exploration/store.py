@@ -73,6 +73,11 @@ class WatchedMemory(MemoryStore):
         return self._tables.consumers.get(client_id)
 
     @property
+    def records(self) -> list[Snapshot]:
+        """All of them."""
+        return list(self._tables.consumers.values())
+
+    @property
     def head(self) -> int:
         return self._tables.ends.head
 
