@@ -19,8 +19,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from broker_ext.connection import Connection
 from broker_ext.durable import DurableSession
+from broker_ext.group import Group
 from broker_ext.registry import Registry
 from broker_ext.session import Session
+from broker_ext.shared import Shared
 from broker_ext.wills import Wills
 from storage.api import Acquire, Advance, Detach, Discard, DropWill, Subscribe, Unsubscribe
 from storage.committer import Committer
@@ -369,6 +371,70 @@ def _table() -> Iterator[Mutation]:
         "committer: what is tried again may be passed",
         "takeover_after_a_failed_save",
         _not_first_in_first_out,
+    )
+    yield from _of_groups()
+
+
+def _of_groups() -> Iterator[Mutation]:
+    yield Mutation(
+        "group: PUBLISH does not wait for the commit of its claim",
+        "a_group_whose_members_come_and_go",
+        source(
+            Group,
+            "_hand",
+            "self._claiming[flight] = None",
+            "self._claiming[flight] = None; member.deliver(flight)",
+        ),
+    )
+    yield Mutation(
+        "group: PUBREL does not wait for the commit of 'received'",
+        "a_group_whose_members_come_and_go",
+        source(Group, "received", "    return False", "    flight.undurable = False; return True"),
+    )
+    yield Mutation(
+        "group: QoS 2 that was sent is handed to another member",
+        "a_group_whose_members_come_and_go",
+        source(Group, "left", "flight.begun and flight.qos == QOS", "False"),
+    )
+    yield Mutation(
+        "group: what its member did not acknowledge is forgotten",
+        "a_group_with_no_room",
+        source(Group, "left", "self._put_back(flight)", "self.settle(flight)"),
+    )
+    yield Mutation(
+        "group: a packet id that goes back stays in its row",
+        "the_last_one_here_unsubscribes",
+        source(Group, "left", "self._vacating.append(flight)", "pass"),
+    )
+    yield Mutation(
+        "group: the cursor passes an entry for which nobody has room",
+        "a_group_with_no_room",
+        source(Group, "_claim_all", "self.cursor = entry.offset - 1", "self.cursor = entry.offset"),
+    )
+    yield Mutation(
+        "group: it is live while nobody is there",
+        "a_group_whose_members_come_and_go",
+        source(Group, "leave", "if self.live:", "if False:"),
+    )
+    yield Mutation(
+        "group: its record goes while a durable member joins",
+        "members_that_unsubscribe",
+        source(Group, "_discard_if_settled", " or self._making", ""),
+    )
+    yield Mutation(
+        "group: its record stays when its last member has left",
+        "members_that_unsubscribe",
+        source(Shared, "count", "group.forsaken()", "pass"),
+    )
+    yield Mutation(
+        "group: SUBACK does not wait for its record",
+        "two_who_make_one_group",
+        source(DurableSession, "_save_subscriptions", "await self.hub.shared.prepare(gained)", ""),
+    )
+    yield Mutation(
+        "group: what is with a session that ended stays with it",
+        "two_who_make_one_group",
+        source(Shared, "ended", "flight.group.settle(flight)", "pass"),
     )
 
 

@@ -584,7 +584,11 @@ class Ledger:
 
     def _write_pubrel(self, link: Link, packet_id: int) -> None:
         record = None if link.clean else self._record(link)
-        for claim in () if record is None else record.claims:
+        if record is None:
+            return
+        groups = (s for s in self.world.store.memory.records if _is_group(s))
+        shared = (c for s in groups for c in s.claims if c.member == record.consumer.id)
+        for claim in (*record.claims, *shared):
             for delivery in claim.deliveries:
                 if delivery.packet_id == packet_id and not delivery.state & RECEIVED:
                     self.broken(f"P5: {link}: PUBREL {packet_id} before 'received' was saved")
@@ -686,8 +690,23 @@ class Ledger:
                 self.broken(f"P15: {name!r} has durable members and follows nothing")
             if record is not None and not (stored or here or record.claims):
                 self.broken(f"P15: the record of {name!r} is left behind")
+            if record is not None and group is not None:
+                self._look_at_claims(record)
             if (group is None) != (record is None and not here):
                 self.broken(f"P15: {name!r} is {group}, and its record {record}")
+
+    def _look_at_claims(self, record: Snapshot) -> None:
+        """What is stored as with somebody is with them, or waits for them."""
+        here = {s.consumer_id: s for s in self.sessions if not s.sealed and s.durable}
+        known = {s.consumer.id for s in self.world.store.memory.records} | {0}
+        for claim in record.claims:
+            session = here.get(claim.member)
+            held = session.member.flights if session is not None and session.member else {}
+            for delivery in claim.deliveries:
+                if delivery.qos == 2 and claim.member not in known:
+                    self.broken(f"P15: {delivery} is with a member that is gone")
+                if session is not None and delivery.packet_id not in held:
+                    self.broken(f"P15: {delivery} is stored as with {session!r}, who does not know")
 
     def _look_at_wills(self) -> None:
         stored = self.world.store.memory.wills
@@ -779,13 +798,22 @@ class Ledger:
                 self.broken(f"P6: {payload!r} never came to {client_id!r}")
         for name, payload in self._owed_to_groups:
             came = any(count for (_, what), count in self._delivered.items() if what == payload)
-            ended = any(
-                link.clean or link.identity.client_id in self._over
+            ended = any(  # or would have ended, and does not come back
+                link.identity.client_id in self._over or self._starts_clean(link.identity.client_id)
                 for link, _ in self._given.get(payload, ())
             )
-            may_be_lost = ended and self._topics[payload][1] == 2
+            may_be_lost = self._topics[payload][1] == 2 and (ended or self._waits(payload))
             if payload in self._acknowledged and not (came or may_be_lost):
                 self.broken(f"P15: {payload!r} never came to {name!r}")
+
+    def _waits(self, payload: bytes) -> bool:
+        """Whether a message is with a member that may come back for it."""
+        records = [s for s in self.world.store.memory.records if _is_group(s)]
+        return any(
+            delivery.offset == self._appended.get(payload) and delivery.qos == 2 and claim.member
+            for claim in (claim for record in records for claim in record.claims)
+            for delivery in claim.deliveries
+        )
 
     def look_at_stop(self) -> None:
         """The broker has stopped: the wills of those who were connected stay, as after a crash."""

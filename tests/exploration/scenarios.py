@@ -418,6 +418,14 @@ def members_that_unsubscribe(world: World) -> None:
 
 
 @scenario(faults=1)
+def the_last_one_here_unsubscribes(world: World) -> None:
+    """With messages claimed and sent; another member is at rest."""
+    world.link("two/1", subscribe((JOBS, 1)), settled(), disconnect())
+    world.link("one/1", over("two/1"), subscribe((JOBS, 2)), settled(), unsubscribe(JOBS))
+    world.link("pub/1", subscribed("one/1"), *_four(2), publish(b"t", 1))
+
+
+@scenario(faults=1)
 def transient_members_beside_a_durable_one(world: World) -> None:
     """From memory to the history and back."""
     world.link("one/1", subscribe((JOBS, 2)), settled(), clean=True, droppable=True)
@@ -430,8 +438,8 @@ def transient_members_beside_a_durable_one(world: World) -> None:
 @scenario(faults=1)
 def two_who_make_one_group(world: World) -> None:
     """At the same moment, and one of them starts clean right after it."""
-    world.link("one/1", subscribe((JOBS, 1)), settled(), droppable=True)
-    world.link("two/1", subscribe((JOBS, 2)), settled(), droppable=True)
+    world.link("one/1", subscribe((JOBS, 2)), settled(), droppable=True)
+    world.link("two/1", subscribe((JOBS, 1)), settled(), droppable=True)
     world.link("pub/1", accepted("one/1"), *_four(1), *_four(2))
     world.link("one/2", accepted("one/1"), subscribe((JOBS, 2)), settled(), clean=True)
     world.link("two/2", over("two/1"), unsubscribe(JOBS), subscribe((JOBS, 2)))
