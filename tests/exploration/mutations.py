@@ -21,6 +21,8 @@ from broker_ext.connection import Connection
 from broker_ext.durable import DurableSession
 from broker_ext.group import Group
 from broker_ext.registry import Registry
+from broker_ext.router import Router
+from broker_ext.rules import Newest
 from broker_ext.session import Session
 from broker_ext.shared import Shared
 from broker_ext.wills import Wills
@@ -361,6 +363,16 @@ def _table() -> Iterator[Mutation]:
         "session: what has expired is sent",
         "messages_that_expire",
         source(DurableSession, "_failure", "elif entry.expires_ms and", "elif False and"),
+    )
+    yield Mutation(
+        "keep: latest: the last value is passed over, too",
+        "last_values",
+        source(Newest, "supersedes", "> entry.offset", ">= entry.offset"),
+    )
+    yield Mutation(
+        "keep: latest: every topic has it",
+        "last_values",
+        source(Router, "publish", "if route.keeps_latest and", "if"),
     )
     yield Mutation(
         "connection: acknowledgements do not wait for the commit",

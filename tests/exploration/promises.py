@@ -329,6 +329,7 @@ class Ledger:
                 entry.offset <= cursor
                 and entry.offset not in record.claimed
                 and not self._has_expired(entry.payload)
+                and not self._is_superseded(entry.payload)
                 and any(_wants(sub, entry) for sub in after.subscriptions)
             ):
                 if entry.offset <= before.consumer.cursor:
@@ -556,6 +557,23 @@ class Ledger:
 
     def _has_expired(self, payload: bytes) -> bool:
         return self._deadlines.get(payload, 1 << 62) <= self.world.clock.now_ms()
+
+    def _is_superseded(self, payload: bytes) -> bool:
+        """Whether only the newest message of its topic is wanted, and a newer one is stored."""
+        topic, _ = self._topics.get(payload, (b"", 0))
+        rules = self.world.hub.settings.filters
+        if not any(rule.keep_latest and matches(rule.filter, topic) for rule in rules):
+            return False
+        offset = self._appended.get(payload, 0)
+        newer = (
+            (other, self._appended.get(other, 0))
+            for other, (other_topic, _) in self._topics.items()
+            if other_topic == topic
+        )
+        memory = self.world.store.memory  # what is in the batch of the cursor counts, too
+        return any(
+            at > offset and (self.stored.get(other) or memory.entry(at)) for other, at in newer
+        )
 
     def _first_or_again(self, link: Link, packet: Publish, offset: int) -> None:
         client_id, payload = link.identity.client_id, packet.payload
@@ -794,7 +812,11 @@ class Ledger:
     def look_at_deliveries(self) -> None:
         """Everybody has come back: nobody misses what was acknowledged to its publisher."""
         for client_id, payload in self._owed:
-            if payload in self._acknowledged and not self._delivered.get((client_id, payload)):
+            if (
+                payload in self._acknowledged
+                and not self._delivered.get((client_id, payload))
+                and not self._is_superseded(payload)
+            ):
                 self.broken(f"P6: {payload!r} never came to {client_id!r}")
         for name, payload in self._owed_to_groups:
             came = any(count for (_, what), count in self._delivered.items() if what == payload)

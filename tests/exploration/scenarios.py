@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from broker_ext.rules import FilterRule
 from broker_ext.settings import Settings
 from tests.exploration.clients import (
     disconnect,
@@ -363,6 +364,26 @@ def messages_that_expire(world: World) -> None:
     )
     world.link("dev/2", until("delivered", lambda w: bool(_link(w, "dev/1").received)), version=5)
     _time_passes(world, 1.1)
+
+
+@scenario(
+    settings=Settings(max_inflight=1, filters=(FilterRule(b"t", keep_latest=True),)), faults=1
+)
+def last_values(world: World) -> None:
+    """Who is behind, or away, gets the last value of one topic and everything of the other."""
+    world.link("dev/1", subscribe((b"t", 2), (b"u", 1)), settled(), droppable=True)
+    world.link(
+        "pub/1",
+        asked("dev/1"),
+        publish(b"t", 1),
+        publish(b"t", 2),
+        publish(b"u", 1),
+        publish(b"t", 1),
+        settled(),
+        publish(b"t", 1),
+        publish(b"u", 1),
+    )
+    world.link("dev/2", until("delivered", lambda w: bool(_link(w, "dev/1").received)))
 
 
 @scenario(faults=1)
