@@ -326,6 +326,8 @@ class Connection(asyncio.Protocol):
             self._lane.append(packet)
             if type(packet) is Publish:
                 self._lane_bytes += len(packet.payload)
+                if self.five is not None and not self._within_quota(packet):
+                    return
             self._lane_bytes += 64
         if session is not None:
             session.turn_over()
@@ -333,6 +335,16 @@ class Connection(asyncio.Protocol):
                 self._start_lane()
         if self._lane_bytes > LANE_BYTES_MAX:
             self.pause()
+
+    def _within_quota(self, packet: Publish) -> bool:
+        """A message counts from when it came: what lets go of others (PUBREL) does not wait in the
+        lane behind it. False: the connection has ended."""
+        assert self.five is not None
+        try:
+            self.five.count(packet)
+        except MalformedPacket as error:
+            self._malformed(error)
+        return self.ended is None
 
     def _start_lane(self) -> None:
         self._lane_task = asyncio.ensure_future(self._work())
@@ -345,7 +357,7 @@ class Connection(asyncio.Protocol):
             authentication = Authentication(
                 self.guard.exchange, self.send, timeout_s=settings.connect_timeout_s
             )
-            self.five = Version5(packet, settings, authentication, aliases=not self.guard.slow)
+            self.five = Version5(packet, settings, authentication)
             self.receive_maximum = self.five.terms.receive_maximum
             self.packet_bytes_max = self.five.terms.packet_bytes_max
         self.guard.packet_received(packet)

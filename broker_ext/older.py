@@ -1,8 +1,7 @@
 """MQTT 5 packets as MQTT 3.1.1 can say them: what amqtt's plugins are shown, who know no other.
 
 Properties go, of Subscription Options the QoS stays, of a refusal in CONNACK the return code; an
-AUTH packet has nothing like it. What came under a topic alias has its topic again; towards clients
-no aliases are used while a plugin listens to packets.
+AUTH packet has nothing like it. What is sent under a topic alias has its topic again.
 """
 
 from __future__ import annotations
@@ -15,10 +14,12 @@ from broker_ext.wire import (
     Connack,
     Connect,
     Decoder,
+    Publish,
     Subscribe,
     SubscribeFilter,
     encode,
 )
+from broker_ext.wire.properties import TOPIC_ALIAS
 
 if TYPE_CHECKING:
     from broker_ext.wire import Packet
@@ -44,6 +45,16 @@ def as_older(packet: Packet) -> bytes:
     return encode(packet, 4)
 
 
-def sent_as_older(data: bytes) -> bytes:
-    """The same for whole packets that were sent to an MQTT 5 client."""
-    return b"".join(map(as_older, Decoder(server=False, version=5).feed(data)))
+def sent_as_older(data: bytes, aliases: dict[int, bytes]) -> bytes:
+    """The same for whole packets that were sent to an MQTT 5 client. aliases: what the aliases of
+    its connection stand for; kept by the caller, filled here."""
+    shown = bytearray()
+    for packet in Decoder(server=False, version=5).feed(data):
+        if type(packet) is Publish and packet.properties is not None:
+            alias = packet.properties.get(TOPIC_ALIAS)
+            if alias is not None and packet.topic:
+                aliases[alias] = packet.topic
+            elif alias is not None:
+                packet = packet._replace(topic=aliases[alias])  # noqa: PLW2901 - the same, in full
+        shown += as_older(packet)
+    return bytes(shown)

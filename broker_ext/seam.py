@@ -311,6 +311,7 @@ class _PluginGuard:
         self.slow = seam.slow
         self._turn = turn
         self._refused: set[bytes] = set()
+        self._aliases: dict[int, bytes] = {}
         self._connection: Connection | None = None
 
     def attach(self, connection: Connection) -> None:
@@ -374,7 +375,7 @@ class _PluginGuard:
     def packet_sent(self, data: bytes) -> None:
         if self.seam.listens(MQTTEvents.PACKET_SENT):
             if self._connection is not None and self._connection.version == 5:
-                data = sent_as_older(data)
+                data = sent_as_older(data, self._aliases)
             self.seam.spawn(self._fire_packets(MQTTEvents.PACKET_SENT, data, self.view))
 
     async def _fire_packets(self, event: MQTTEvents, data: bytes, view: SessionView | None) -> None:

@@ -47,10 +47,7 @@ _DISCONNECTS: Final = frozenset(
 
 
 class Version5:
-    """The MQTT 5 half of one connection, from its CONNECT on.
-
-    aliases: topic aliases may be used towards the client.
-    """
+    """The MQTT 5 half of one connection, from its CONNECT on."""
 
     __slots__ = (
         "_aliases",
@@ -67,8 +64,6 @@ class Version5:
         connect: Connect,
         settings: Settings,
         authentication: Authentication,
-        *,
-        aliases: bool = True,
     ) -> None:
         self.settings = settings
         self._assigns = not connect.client_id
@@ -76,8 +71,7 @@ class Version5:
         self.in_flight = InFlight(settings.receive_maximum)
         self.authentication = authentication
         self._aliases_in = AliasesIn(settings.topic_alias_maximum)
-        most = self.terms.aliases_max if aliases else 0
-        self._aliases = Aliases(most) if most else None
+        self._aliases = Aliases(self.terms.aliases_max) if self.terms.aliases_max else None
 
     def refuses(self, connect: Connect) -> Reason | None:
         """Why a CONNECT cannot be accepted, whoever it is from; None if it can."""
@@ -95,7 +89,7 @@ class Version5:
 
     def received(self, packet: Publish) -> Publish:
         """A PUBLISH with its topic, and within what CONNACK said. Raises MalformedPacket."""
-        flags, topic, packet_id, payload, properties = packet
+        flags, topic, _, payload, properties = packet
         settings = self.settings
         if properties is not None:
             alias = properties.get(TOPIC_ALIAS)
@@ -108,13 +102,18 @@ class Version5:
             if flags >> 1 & 3 > settings.max_qos:
                 what = "a QoS above the maximum"
                 raise MalformedPacket(Reason.QOS_UNSUPPORTED, "MQTT5-3.2.2-11", what)
-            if not self.in_flight.begin(packet_id):
-                what = "more messages under way than the receive maximum"
-                raise MalformedPacket(Reason.RECEIVE_MAXIMUM, "MQTT5-3.3.4-9", what)
+            self.count(packet)
         if flags & 1 and not settings.retain_available:
             what = "a retained message, and retain is not available"
             raise MalformedPacket(Reason.RETAIN_UNSUPPORTED, "MQTT5-3.2.2-14", what)
         return packet
+
+    def count(self, packet: Publish) -> None:
+        """A PUBLISH came; to count it again counts nothing. Raises MalformedPacket if there are
+        more under way than our Receive Maximum."""
+        if packet.packet_id and not self.in_flight.begin(packet.packet_id):
+            what = "more messages under way than the receive maximum"
+            raise MalformedPacket(Reason.RECEIVE_MAXIMUM, "MQTT5-3.3.4-9", what)
 
     # ---------------------------------------------------------------------- what is sent
 

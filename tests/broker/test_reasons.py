@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -413,3 +414,18 @@ async def test_no_words_where_the_client_wants_none_or_they_do_not_fit(broker: B
         client.send_bytes(b"\xf0\x00")
         told = await disconnected(client)
         assert told == Disconnect(0x82)
+
+
+async def test_0x93_counts_what_waits_for_a_topic_plugin() -> None:
+    async with running(receive_maximum=3, prepare=lambda b: setattr(b, "slow", True)) as broker:
+        gate = broker.slow_filters[b"slow"] = asyncio.Event()
+        client = await broker.connect(version=5)
+        client.send(Subscribe(9, (SubscribeFilter(b"slow", 1),)))
+        for i in (1, 2, 3):
+            client.publish(b"t", b"1", 2, packet_id=i)
+        client.publish(b"t", b"1", 1, packet_id=4)
+        packet = await client.any()
+        while type(packet) is not Disconnect:
+            packet = await client.any()
+        assert packet.reason == 0x93
+        gate.set()

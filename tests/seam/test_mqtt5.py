@@ -96,11 +96,11 @@ async def test_events_show_what_amqtt_knows_of_a_client(tmp_path: Path) -> None:
         assert await client.subscribe((b"a/#", 0x2D)) == bytes([1])
         alias = properties((TOPIC_ALIAS, 3), (USER_PROPERTY, (b"k", b"v")))
         other = await broker.connect(b"other", version=5, clean=True)
-        for topic in (b"a/b", b""):
+        for topic in (b"a/long", b""):
             other.publish(topic, b"x", 1, properties=alias)
         got = await recorder.wait_for("broker_message_received")
-        assert (got["message"].topic, got["message"].data) == ("a/b", b"x")
-        assert [p.topic for p in await client.publishes(2)] == [b"a/b", b"a/b"]
+        assert (got["message"].topic, got["message"].data) == ("a/long", b"x")
+        assert [p.topic for p in await client.publishes(2)] == [b"a/long", b""]  # an alias of ours
         await client.unsubscribe(b"a/#")
         await client.disconnect(4)
         await recorder.wait_for("broker_client_disconnected")
@@ -111,7 +111,7 @@ async def test_events_show_what_amqtt_knows_of_a_client(tmp_path: Path) -> None:
             packets = [a["packet"] for name, a in recorder.events if name == event]
             assert {f"{name}Packet" for name in expected} <= {type(p).__name__ for p in packets}
             topics = {p.topic_name for p in packets if type(p).__name__ == "PublishPacket"}
-            assert topics == {"a/b"}
+            assert topics == {"a/long"}
 
 
 def test_a_packet_is_shown_as_3_1_1_can_say_it() -> None:
@@ -239,11 +239,12 @@ async def test_one_that_is_refused_and_goes_on_sending_reads_why(
 
             def talk() -> bytes:
                 wire.sendall(encode(Connect(version, b"dev", True), version))
+                said = b""
+                while data := wire.recv(1000):
+                    said += data
                 for _ in range(20):
-                    wire.sendall(b"\x30\xa0\x8d\x06" + bytes(100_000))
-                select.select([wire], [], [], 5)
-                wire.sendall(bytes(100))
-                return wire.recv(1000)
+                    wire.sendall(bytes(1000))  # raises where the socket is closed
+                return said
 
             said = await asyncio.to_thread(talk)
         assert said == (b"\x20\x02\x00\x05" if version == 4 else b"\x20\x03\x00\x87\x00")
