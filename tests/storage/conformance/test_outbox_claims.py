@@ -30,15 +30,26 @@ from storage.outbox import (
 from storage.outbox.model import Kept
 from storage.outbox.rows import NO_KEY, Row
 from storage.roles import Handles
-from tests.storage.harness import NOW_MS, Database, message
+from tests.storage.harness import BACKENDS, NOW_MS, Database, message, scratch
 from tests.storage.outbox import ACTS, HOOK, LEASE_MS, ONE, TWO, Outbox
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable
 
     from storage.kv import WriteTxn
     from storage.outbox import Message
     from storage.roles import Worker
+
+
+@pytest.fixture(params=BACKENDS)
+async def db(request: pytest.FixtureRequest) -> AsyncIterator[Database]:
+    """A new, open database of each backend. Not sealed besides: a seal is on bodies, and claims are
+    of rows; test_outbox has both."""
+    with scratch() as path:
+        database = Database(BACKENDS[request.param](path))
+        await database.open()
+        yield database
+        await database.stop()
 
 
 @pytest.fixture
