@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,7 +23,9 @@ from broker_ext.wire import (
 from broker_ext.wire.properties import SHARED_AVAILABLE, SUBSCRIPTION_ID
 from storage.api import GROUP, RECEIVED, UNRECORDED
 from storage.errors import StoreFull
+from storage.memory import MemoryStore
 from tests.broker.mqtt import PATIENCE_S, running
+from tests.storage.faults import lose_tail, restore
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -911,3 +914,79 @@ async def test_what_was_settled_is_pruned_when_everybody_has_left(broker: Broker
     broker.clock.advance(ms=1)
     await broker.hub._prune()
     assert await broker.history() == []
+
+
+# ------------------------------------------------------------------------------ checked resume
+
+
+async def left_behind(broker: Broker) -> None:
+    """A group with twenty messages that nobody has had, and one that its member has under way."""
+    (only,) = await members(broker, 1, 2)
+    publisher = await broker.connect(b"pub")
+    await publisher.deliver(b"t", b"0", qos=2)
+    await only.publishes(1, ack=False)
+    await only.cut()
+    await publisher.deliver(b"t", *numbered(20, 1), qos=2)
+    await publisher.disconnect()
+    await broker.stop()
+
+
+async def test_a_group_of_another_generation_goes_on_and_is_bound(broker: Broker) -> None:
+    await left_behind(broker)
+    assert isinstance(broker.store.inner, MemoryStore)
+    restore(broker.store.inner, "f" * 32)
+    await broker.start()
+    assert broker.hub.figures.rebound == 1
+    only = await broker.connect(b"member-0")
+    assert only.connack.session_present
+    assert await only.payloads(21) == numbered(21)
+    await is_settled(broker)
+    record = await broker.snapshot(RECORD)
+    assert record is not None
+    assert record.consumer.generation == "f" * 32
+
+
+async def test_a_group_of_another_generation_begins_again_where_so_configured(
+    broker: Broker,
+) -> None:
+    await left_behind(broker)
+    assert isinstance(broker.store.inner, MemoryStore)
+    restore(broker.store.inner, "f" * 32)
+    await broker.start(on_generation_change="reset")
+    assert broker.hub.figures.resets == {"generation-changed": 1}
+    assert await claims(broker) == ()
+    # its member is reset for itself, and gone with it is the last that the group had
+    only = await broker.connect(b"member-0")
+    assert not only.connack.session_present
+    assert await broker.snapshot(RECORD) is None
+    assert not broker.hub.router.route(b"t").log
+
+
+async def test_a_group_ahead_of_the_head_begins_again_at_the_head(broker: Broker) -> None:
+    await left_behind(broker)
+    assert isinstance(broker.store.inner, MemoryStore)
+    record = broker.store.inner._tables.consumers[RECORD]
+    ahead = replace(record.consumer, cursor=21)
+    broker.store.inner._tables.consumers[RECORD] = replace(record, consumer=ahead)
+    lose_tail(broker.store.inner, 10)
+    await broker.start()
+    assert broker.hub.figures.resets == {"position-ahead": 1}
+    other = await broker.connect(b"other", clean=True)
+    await other.subscribe((JOBS, 2))
+    publisher = await broker.connect(b"pub")
+    await publisher.deliver(b"t", b"new", qos=2)
+    assert await other.payloads(1) == [b"new"]
+
+
+async def test_a_group_whose_record_was_left_out_by_a_repair_begins_again(broker: Broker) -> None:
+    await left_behind(broker)
+    assert isinstance(broker.store.inner, MemoryStore)
+    record = broker.store.inner._tables.consumers.pop(RECORD)
+    del broker.store.inner._tables.names[record.consumer.id]
+    await broker.start()
+    assert broker.hub.figures.resets == {"record-missing": 1}
+    only = await broker.connect(b"member-0")
+    publisher = await broker.connect(b"pub")
+    await publisher.deliver(b"t", b"new", qos=2)
+    assert await only.payloads(1) == [b"new"]
+    await is_settled(broker)
