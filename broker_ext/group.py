@@ -178,6 +178,17 @@ class Group:
         """How many durable sessions are members with QoS >= 1, connected or not."""
         return self.shared.counts.get(self.name, 0)
 
+    @property
+    def lag(self) -> int:
+        """Entries of the history behind the cursor, wanted or not; 0 where it is not durable."""
+        behind = self.durable and not self.live
+        return max(self.committer.head - self.cursor, 0) if behind else 0
+
+    @property
+    def under_way(self) -> int:
+        """Deliveries that are with connected members."""
+        return sum(f.group is self for member in self.members for f in member.flights.values())
+
     # ------------------------------------------------------------------------- the record
 
     async def make_durable(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from broker_ext.hub import Hub
     from storage.api import Consumer
 
-__all__ = ["OPERATIONS", "Operation", "RefusedError", "figures", "kick", "sessions"]
+__all__ = ["OPERATIONS", "Operation", "RefusedError", "figures", "groups", "kick", "sessions"]
 
 Operation: TypeAlias = Callable[..., Awaitable[Any]]
 """See rule 5 of ``broker_ext.control``."""
@@ -92,6 +92,32 @@ def _transient(hub: Hub, client_id: bytes) -> dict[str, Any]:
     }
 
 
+async def groups(hub: Hub, *, after: str = "", limit: int = 100) -> dict[str, Any]:
+    """A page of the groups of shared subscriptions, by name (``$share/GROUP/filter``).
+
+    members: sessions that are connected; durable_members: those that are stored, connected or not.
+    lag: as of a session. waiting: messages that went back, or that nobody had room for; under_way:
+    with connected members. after, next: as of ``sessions``.
+    """
+    limit = min(max(limit, 1), PAGE_MAX)
+    begin = _name(after)
+    known = hub.shared.groups
+    page = heapq.nsmallest(limit + 1, (name for name in known if name > begin))
+    rows = [
+        {
+            "name": _text(name),
+            "durable": known[name].durable,
+            "members": len(known[name].members),
+            "durable_members": known[name].wanted,
+            "lag": known[name].lag,
+            "waiting": len(known[name].loose),
+            "under_way": known[name].under_way,
+        }
+        for name in page[:limit]
+    ]
+    return {"groups": rows, "next": page[limit - 1].decode() if len(page) > limit else ""}
+
+
 async def kick(hub: Hub, *, client_id: str) -> dict[str, Any]:
     """Close the connection of a client. kicked: False when it is not connected. A durable session
     is kept, and its client may come back at once."""
@@ -135,6 +161,7 @@ def _text(name: bytes) -> str:
 
 OPERATIONS: Final[dict[str, Operation]] = {
     "sessions": sessions,
+    "groups": groups,
     "kick": kick,
     "figures": figures,
 }

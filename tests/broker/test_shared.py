@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from broker_ext.operations import groups, sessions
 from broker_ext.shared import filter_of
 from broker_ext.wire import (
     Disconnect,
@@ -990,3 +991,38 @@ async def test_a_group_whose_record_was_left_out_by_a_repair_begins_again(broker
     await publisher.deliver(b"t", b"new", qos=2)
     assert await only.payloads(1) == [b"new"]
     await is_settled(broker)
+
+
+# ---------------------------------------------------------------------------------- operators
+
+
+async def test_an_operator_sees_how_far_groups_are_behind(broker: Broker) -> None:
+    (only,) = await members(broker, 1, 2)
+    await only.subscribe((b"$share/h/t", 1))
+    clean = await broker.connect(b"clean", clean=True)
+    await clean.subscribe((b"$share/i/other", 1))
+    publisher = await broker.connect(b"pub")
+    await publisher.deliver(b"t", *numbered(3), qos=2)
+    await only.publishes(6, ack=False)
+    page = await groups(broker.hub, limit=2)
+    assert [row["name"] for row in page["groups"]] == ["$share/g/t", "$share/h/t"]
+    assert page["groups"][0] == {
+        "name": "$share/g/t",
+        "durable": True,
+        "members": 1,
+        "durable_members": 1,
+        "lag": 0,
+        "waiting": 0,
+        "under_way": 3,
+    }
+    rest = await groups(broker.hub, after=page["next"])
+    assert [row["name"] for row in rest["groups"]] == ["$share/i/other"]
+    assert (rest["next"], rest["groups"][0]["durable"]) == ("", False)
+    await only.cut()
+    await publisher.deliver(b"t", b"more")
+    left = (await groups(broker.hub))["groups"]
+    assert [(row["members"], row["lag"], row["waiting"]) for row in left[:2]] == [
+        (0, 1, 0),  # what was sent with QoS 2 waits for its member
+        (0, 1, 3),
+    ]
+    assert all(row["client_id"][0] != "\0" for row in (await sessions(broker.hub))["sessions"])
