@@ -15,6 +15,7 @@ import pytest
 from storage.api import Batch, Prune
 from storage.errors import StoreFull
 from storage.lmdb_store import MAP_BYTES
+from storage.outbox import State
 from tests.storage.engine.raw import Files
 from tests.storage.engine.writer import PER_BATCH
 from tests.storage.harness import message
@@ -48,6 +49,30 @@ async def test_what_was_reported_is_there_after_a_kill(files: Files, batches: in
     assert [d.offset for claim in snapshot.claims for d in claim.deliveries] == list(
         range(opened.log.head - PER_BATCH + 1, opened.log.head + 1)
     )
+    await db.stop()
+
+
+@pytest.mark.parametrize("lines", [1, 30, 300])
+async def test_what_was_reported_of_the_outbox_is_there_after_a_kill(
+    files: Files, lines: int
+) -> None:
+    """Each role on a connection of its own, beside the writer of the history."""
+    with writer(files, "outbox") as process:
+        assert process.stdout is not None
+        reported = [process.stdout.readline() for _ in range(lines)]
+        process.kill()
+        reported += process.stdout.read().split(b"\n")[:-1]
+    db = files.database()
+    opened = await db.open()
+    assert opened.log.head % PER_BATCH == 0, "a batch is there whole or not at all"
+    states = {one.id: one.state for one in await db.messages()}
+    told: dict[bytes, set[int]] = {b"enqueued": set(), b"done": set(), b"dead": set()}
+    for line in reported:
+        what, number = line.split()
+        told[what].add(int(number))
+    assert told[b"enqueued"] <= set(states)
+    assert all(states[number] is State.DONE for number in told[b"done"])
+    assert all(states[number] is State.DEAD for number in told[b"dead"])
     await db.stop()
 
 

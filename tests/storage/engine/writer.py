@@ -2,6 +2,8 @@
 
     writer.py KIND DIRECTORY kill      append for ever, tell each head that was committed
     writer.py KIND DIRECTORY full      append until the disk is full, then with room again
+    writer.py KIND DIRECTORY outbox    enqueue, claim and settle for ever, through the handles of
+                                       roles, while it appends; tell what became of which message
 
 What it prints is what it was told; whoever started it compares that with what is on the disk.
 """
@@ -17,7 +19,10 @@ from typing import TYPE_CHECKING
 from storage import open_store
 from storage.api import Acquire, Acquired, Advance, Batch, Claim, Delivery, Entry, Subscribe
 from storage.api import Subscription as Sub
+from storage.clock import SystemClock
 from storage.errors import StoreUnavailable
+from storage.outbox import Failure
+from storage.roles import Handles
 
 if TYPE_CHECKING:
     from storage.api import Op, Outcome, Store
@@ -104,12 +109,43 @@ async def full(writer: Writer) -> None:
     await writer.store.close()
 
 
+async def outbox(writer: Writer) -> None:
+    handles = Handles(writer.store, SystemClock())
+
+    async def produce() -> None:
+        producer = handles.producer(b"hook")
+        while True:
+            enqueued = await producer.enqueue(Entry(0, b"t", b"x" * 100, 1))
+            tell("enqueued", enqueued.id)
+
+    async def work() -> None:
+        worker = handles.worker(b"hook")
+        while True:
+            for message in (await worker.claim(limit=4)).messages:
+                if message.id % 5:
+                    assert await worker.done(message)
+                    tell("done", message.id)
+                else:
+                    assert await worker.failed(message, Failure.REJECTED)
+                    tell("dead", message.id)
+
+    async def append() -> None:
+        while True:
+            await writer.step()
+
+    await asyncio.gather(*(produce() for _ in range(3)), work(), work(), append())
+
+
+def tell(what: str, number: int) -> None:
+    print(what, number, flush=True)  # noqa: T201 - it is what this process is for
+
+
 async def main() -> None:
     kind, directory, what = sys.argv[1:]
     assert kind in ("lmdb", "sqlite")
     writer = Writer(open_store(kind, Path(directory)))  # type: ignore[arg-type]
     await writer.start()
-    await (kill if what == "kill" else full)(writer)
+    await {"kill": kill, "full": full, "outbox": outbox}[what](writer)
 
 
 if __name__ == "__main__":
