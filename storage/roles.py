@@ -287,6 +287,12 @@ class Janitor:
         op = Reap(self._committer.clock.now_ms(), limit, delays_ms)
         return cast("Reaped", await self._committer.apply(op))
 
+    async def reap_all(self, *, limit: int = SWEEP_MAX) -> Reaped:
+        """End every lease, before any worker of this process has one: the directory's lock says
+        that whoever had one is gone. What is ended keeps its place in line."""
+        op = Reap(self._committer.clock.now_ms(), limit, delays_ms=(), all_leases=True)
+        return cast("Reaped", await self._committer.apply(op))
+
     async def expire(self, *, limit: int = SWEEP_MAX) -> tuple[int, ...]:
         """End waiting messages whose deadline is over."""
         op = ExpireMessages(self._committer.clock.now_ms(), limit)

@@ -183,7 +183,8 @@ class Bridge:
         if not self._watched:
             return "the connection was closed"
         try:
-            return await asyncio.wait_for(self._answer, self._settings.timeout)
+            async with asyncio.timeout(self._settings.timeout):
+                return await self._answer
         except TimeoutError:
             return "no answer to CONNECT"
 
@@ -256,7 +257,8 @@ class Bridge:
         """Keep it alive until it is lost."""
         while not self._lost.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._lost.wait(), MISC_S)
+                async with asyncio.timeout(MISC_S):
+                    await self._lost.wait()
             self._client.loop_misc()
             self._look_at_writes()
 

@@ -9,11 +9,14 @@ Rule 4. What may have been sent is never released. When it is cancelled it is le
 Rule 5. Whatever a transport raises is our bug, and a failure like others (UNEXPECTED): counted, so
         that it ends, and logged without the text of the exception.
 Rule 6. The deadline of a message is looked at right before each send.
+Rule 7. A message whose lease lapsed is suspect: it may be what killed the process. It is sent while
+        nothing else is claimed, so that it takes no others with it to the dead letters.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import traceback
 from collections import deque
@@ -56,6 +59,11 @@ class _Held:
     extending: bool = False
     round: int = 0
     task: asyncio.Task[None] | None = field(default=None, repr=False)
+
+    @property
+    def is_suspect(self) -> bool:
+        """Its last worker went away with it."""
+        return self.message.failure is Failure.LAPSED
 
 
 class Dispatcher:
@@ -135,7 +143,7 @@ class Dispatcher:
     # -------------------------------------------------------------------------- claiming
 
     async def _run(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             self._wake.clear()
             try:
                 wait_s = await self._turn()
@@ -147,10 +155,10 @@ class Dispatcher:
                 log.error("sink %r: %s", self.name, _where(error))  # noqa: TRY400 - P13
                 wait_s = STORE_S
             if wait_s is not None:
-                try:
-                    await asyncio.wait_for(self._wake.wait(), wait_s)
-                except TimeoutError:
-                    continue
+                # `wait_for` may swallow a cancellation
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(wait_s):
+                        await self._wake.wait()
 
     async def _turn(self) -> float | None:
         """Claim once. Returns how long to wait for a wake-up, None = not at all."""
@@ -181,6 +189,8 @@ class Dispatcher:
         window = self.pace.room(self._sender.window, now_ms)
         if not (self._sender.ordered or self.pace.is_failing):
             window *= 2
+        if any(held.is_suspect for held in self._held):
+            return 0
         room = window - len(self._held)
         return room if room >= max(window // 4, 1) else 0
 
@@ -209,6 +219,8 @@ class Dispatcher:
             return
         allowed = self.pace.room(self._sender.window, self._clock.now_ms())
         while self._waiting and self._running < allowed:
+            if self._must_wait(self._waiting[0]):
+                return
             held = self._waiting.popleft()
             if held.lost:
                 del self._held[held]
@@ -216,6 +228,13 @@ class Dispatcher:
             self._running += 1
             held.round = self.pace.round
             held.task = _kept(self._sends, self._deliver(held))
+
+    def _must_wait(self, held: _Held) -> bool:
+        """A suspect goes alone; a send of its own that was too slow is no other one."""
+        mine = held.message.id
+        return held.is_suspect and any(
+            other.task is not None and other.message.id != mine for other in self._held
+        )
 
     async def _deliver(self, held: _Held) -> None:
         try:

@@ -156,7 +156,8 @@ class Feeder:
                     self._live_bytes = 0
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._room.wait(), LOOK_S)
+                async with asyncio.timeout(LOOK_S):
+                    await self._room.wait()
 
     async def _count(self) -> int:
         for backlog in await self._hub.store.outbox.backlog():

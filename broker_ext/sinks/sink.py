@@ -286,6 +286,8 @@ class Sinks:
             sink = Sink(hub, settings)
             self.sinks.append(sink)
             hub.figures.sinks[sink.name] = sink.figures
+        while self.sinks and (await self._janitor.reap_all(limit=SWEEP_MAX)).more:
+            pass
         for sink in self.sinks:
             await sink.start()
 

@@ -240,13 +240,18 @@ class OutboxModel:
         lapsed = sorted(
             (message.until_ms, message.id, message)
             for message in self._messages()
-            if message.state is State.CLAIMED and message.until_ms <= op.now_ms
+            if message.state is State.CLAIMED
+            if op.all_leases or message.until_ms <= op.now_ms
         )[: op.limit]
         ids: dict[State, list[int]] = {State.WAITING: [], State.DEAD: []}
         for _, _, message in lapsed:
-            delay_ms = op.delays_ms[min(message.attempts, len(op.delays_ms) - 1)]
-            due_ms = op.now_ms + delay_ms
-            ids[self._fail(message, op.now_ms, due_ms, Failure.LAPSED)].append(message.id)
+            due_ms = op.now_ms
+            if op.delays_ms:
+                due_ms += op.delays_ms[min(message.attempts, len(op.delays_ms) - 1)]
+            state = self._fail(message, op.now_ms, due_ms, Failure.LAPSED)
+            ids[state].append(message.id)
+            if not op.delays_ms:
+                self._change(self._of().messages[message.id].message, due_ms=message.due_ms)
         return Reaped(tuple(ids[State.WAITING]), tuple(ids[State.DEAD]), len(lapsed) == op.limit)
 
     def expire_messages(self, op: ExpireMessages) -> tuple[int, ...]:

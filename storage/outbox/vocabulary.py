@@ -275,11 +275,15 @@ class Release:
 class Reap:
     """End up to ``limit`` leases that lapsed at ``now_ms``, whoever had them: an attempt is charged
     (LAPSED), and the message is due again after the delay of that attempt, or a dead letter.
+
+    delays_ms: () = due as it was, so that it keeps its place in line. all_leases: those that have
+    not lapsed, too: at an opening, when whoever had them is gone.
     Outcome: Reaped."""
 
     now_ms: int
     limit: int
     delays_ms: tuple[int, ...] = RETRY_DELAYS_MS
+    all_leases: bool = False
 
 
 class Reaped(NamedTuple):

@@ -327,7 +327,8 @@ def _settled(row: Row, op: Settle) -> Row:
 
 def reap(books: Books, op: Reap) -> Reaped:
     """See storage.outbox.Reap. Goes by lease time alone, whoever the worker was."""
-    lapsed = books.txn.scan(Space.OUTBOX_LEASE, stop=U64.pack(op.now_ms + 1))
+    stop = None if op.all_leases else U64.pack(op.now_ms + 1)
+    lapsed = books.txn.scan(Space.OUTBOX_LEASE, stop=stop)
     keys = [key for key, _ in islice(lapsed, op.limit)]
     waiting: list[int] = []
     dead: list[int] = []
@@ -335,8 +336,12 @@ def reap(books: Books, op: Reap) -> Reaped:
         row = _found(books, Space.OUTBOX_LEASE, key)
         if row is None:
             continue
-        delay_ms = op.delays_ms[min(row.attempts, len(op.delays_ms) - 1)]
-        after = _failed(row, op.now_ms, op.now_ms + delay_ms, Failure.LAPSED)
+        due_ms = op.now_ms
+        if op.delays_ms:
+            due_ms += op.delays_ms[min(row.attempts, len(op.delays_ms) - 1)]
+        after = _failed(row, op.now_ms, due_ms, Failure.LAPSED)
+        if not op.delays_ms:
+            after = after._replace(due_ms=row.due_ms)
         books.put(after, row)
         (dead if after.state is State.DEAD else waiting).append(row.id)
     return Reaped(tuple(waiting), tuple(dead), len(keys) == op.limit)

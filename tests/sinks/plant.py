@@ -76,7 +76,7 @@ async def advance(broker: Broker, *, ms: int, name: str = "alerts") -> None:
     sink(broker, name).dispatcher.wake()
 
 
-async def after_pauses(broker: Broker, condition: Callable[[], Any], *, ms: int = 60_000) -> None:
+async def after_pauses(broker: Broker, condition: Callable[[], Any], *, ms: int = 4_000) -> None:
     """Let time go on whenever nothing is under way, until something is so."""
 
     async def is_so() -> bool:

@@ -11,7 +11,6 @@ import pytest
 from broker_ext.sinks import bridge as bridge_module
 from broker_ext.sinks.bridge import failure_of
 from broker_ext.sinks.settings import BridgeSettings
-from broker_ext.sinks.sink import LEASE_MS
 from broker_ext.wire import Properties, Publish
 from broker_ext.wire.properties import (
     CONTENT_TYPE,
@@ -320,10 +319,24 @@ async def test_a_stop_leaves_what_was_sent_to_its_lease(
         assert [(await message(broker, n)).state for n in (1, 2)] == 2 * [State.CLAIMED]
         remote.decide = lambda _: 0
         await broker.restart()
-        await advance(broker, ms=LEASE_MS, name="up")
-        await advance(broker, ms=6_000, name="up")
         await done(broker, 2, "up")
         assert remote.payloads() == [b"1", b"2"]
+
+
+@QOS
+async def test_after_a_crash_what_was_under_way_comes_first_in_order(
+    backend: Backend, qos: int
+) -> None:
+    async with scripted() as remote, running(backend, sinks=to(remote, qos=qos)) as broker:
+        remote.decide = lambda _: "keep"
+        await publish(broker, *(b"%d" % n for n in range(20)), qos=2)
+        await remote.until(lambda r: len(r.kept) == 20)
+        await broker.crash_and_restart()
+        remote.decide = lambda _: 0
+        remote.cut()
+        await publish(broker, *(b"%d" % n for n in range(20, 40)), qos=2)
+        await done(broker, 40, "up")
+        assert remote.payloads() == [b"%d" % n for n in range(40)]
 
 
 async def test_a_broker_that_does_not_answer_delays_no_stop(backend: Backend) -> None:

@@ -203,8 +203,9 @@ class Walk:
         done_ms, dead_ms, audit_ms = pick(past_ms), pick(past_ms), pick(past_ms)
         limit = pick([1, 2, 1000])
         queue = pick([b"", b"", b"never", *QUEUES])
+        delays_ms: tuple[int, ...] = pick([(1,), (5, 1000), ()])
         ops: list[Op] = [
-            *[Reap(self.now_ms, limit, pick([(1,), (5, 1000)]))] * 2,
+            *[Reap(self.now_ms, limit, delays_ms, all_leases=pick([False, False, True]))] * 2,
             ExpireMessages(self.now_ms, limit),
             Purge(done_ms, dead_ms, limit, queue, audit_ms),
         ]

@@ -346,6 +346,19 @@ async def test_reaping_goes_by_the_end_of_the_lease_in_steps(outbox: Outbox) -> 
     assert await outbox.db.do(Reap(NOW_MS + 30, 2)) == Reaped((), (3,), more=False)
 
 
+async def test_at_an_opening_every_lease_ends_and_keeps_its_place(outbox: Outbox) -> None:
+    await outbox.some(4)
+    await outbox.claim(limit=3, until_ms=NOW_MS + 60_000)
+    at_opening = Reap(NOW_MS + 5, 2, delays_ms=(), all_leases=True)
+    assert await outbox.db.do(at_opening) == Reaped((1, 2), (), more=True)
+    assert await outbox.db.do(at_opening) == Reaped((3,), (), more=False)
+    assert await outbox.db.do(at_opening) == Reaped((), (), more=False)
+    for number in (1, 2, 3):
+        ended = await outbox.show(number)
+        assert (ended.attempts, ended.failure) == (1, Failure.LAPSED)
+        assert ended.due_ms == NOW_MS, "before what was enqueued after it"
+
+
 async def test_purge_deletes_what_ended_long_enough_ago_in_steps(outbox: Outbox) -> None:
     for verdict in (Verdict.DONE, Verdict.DEAD, Verdict.EXPIRED, Verdict.DONE, Verdict.RETRY):
         await outbox.enqueue()
