@@ -5,9 +5,10 @@ Rule 1. A message is done when its PUBACK or PUBCOMP came; a reason code of 0x80
 Rule 2. One connection, in the order of the history. When it is lost the bridge comes back (1 s ..
         60 s), and what was under way goes first, with DUP = 1 and its packet id, in its order.
 Rule 3. With MQTT 5 the other broker keeps the session while the bridge is away, so QoS 2 is exactly
-        once over lost connections. It is at least once over a restart of *this* broker, and with
-        MQTT 3.1.1: its session is clean each time, because packet ids start again with a process,
-        and a broker that remembers an old one would take a new message for its repetition.
+        once over lost connections (of one that answers CONNECT when it listens). It is at least
+        once over a restart of *this* broker, and with MQTT 3.1.1: its session is clean each time,
+        because packet ids start again with a process, and a broker that remembers an old one would
+        take a new message for its repetition.
 Rule 4. A message that makes the other broker close the connection, LOSSES_MAX times in a row with
         nothing acknowledged in between, has failed (indeterminate): it waits for its next attempt,
         and those behind it go on.
@@ -23,7 +24,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import paho.mqtt.client as mqtt
-from paho.mqtt.enums import CallbackAPIVersion
+from paho.mqtt.enums import CallbackAPIVersion, MQTTErrorCode
 from paho.mqtt.packettypes import PacketTypes
 from paho.mqtt.properties import Properties
 
@@ -58,6 +59,7 @@ LOSSES_MAX: Final = 3
 MISC_S: Final = 1.0
 """How often paho looks at its keep alive."""
 
+_NOT_FOUND: Final = 0x92
 _QUOTA_EXCEEDED: Final = 0x97
 _REJECTED: Final = frozenset({0x87, 0x90, 0x95, 0x99})
 """Not authorized, topic name invalid, packet too large, payload format invalid."""
@@ -77,6 +79,19 @@ class _Flight(NamedTuple):
     settled: asyncio.Future[Sent]
 
 
+class _Client(mqtt.Client):
+    """paho (2.1, 2.2) answers a PUBREC that refuses with PUBREL, as one that takes, and does not
+    tell; so the reason is read where paho reads the packet. refused: packet id -> reason."""
+
+    refused: dict[int, int]
+
+    def _handle_pubrec(self) -> MQTTErrorCode:
+        packet = bytes(self._in_packet["packet"])
+        if len(packet) > 2 and packet[2] >= 0x80:
+            self.refused[int.from_bytes(packet[:2], "big")] = packet[2]
+        return super()._handle_pubrec()
+
+
 class Bridge:
     """The sender of one bridge sink. paho runs in the event loop, without a thread of its own: so
     it has sent again what was under way when the CONNACK is told, and nothing comes before that."""
@@ -89,7 +104,7 @@ class Bridge:
         self._clock = clock
         self._client_id = settings.client_id or client_id
         self._password: str | None = None
-        self._client: mqtt.Client
+        self._client: _Client
         self._is_new = True
         self._flying: dict[int, _Flight] = {}
         self._waiting: list[_Flight] = []
@@ -111,16 +126,17 @@ class Bridge:
         self._client = self._made()
         self._keeping = asyncio.ensure_future(self._keep_connected())
 
-    def _made(self) -> mqtt.Client:
+    def _made(self) -> _Client:
         settings = self._settings
         is_5 = settings.version == 5
-        client = mqtt.Client(
+        client = _Client(
             CallbackAPIVersion.VERSION2,
             self._client_id,
             clean_session=None if is_5 else True,
             protocol=mqtt.MQTTv5 if is_5 else mqtt.MQTTv311,
             reconnect_on_failure=False,
         )
+        client.refused = {}
         client.max_inflight_messages_set(0)  # the window is ours
         client.max_queued_messages_set(0)
         client.connect_timeout = settings.timeout
@@ -174,6 +190,8 @@ class Bridge:
         self._answer = self._loop.create_future()
         self._connecting = True
         try:
+            async with asyncio.timeout(self._settings.timeout):
+                await self._knock()
             await self._reconnect()
         except OSError as error:
             return f"no connection ({error.strerror or type(error).__name__})"
@@ -187,6 +205,16 @@ class Bridge:
                 return await self._answer
         except TimeoutError:
             return "no answer to CONNECT"
+
+    async def _knock(self) -> None:
+        """Look whether somebody listens, before paho dials: each attempt of paho (2.1, 2.2), also
+        one that fails, resets what is under way, and the second one sends a PUBLISH again whose
+        PUBREC had come, which MQTT forbids [MQTT-4.3.3-1]. Raises OSError."""
+        if not self._flying:
+            return
+        port = self._settings.port or (8883 if self._settings.tls else 1883)
+        _, writer = await asyncio.open_connection(self._settings.host, port)
+        writer.transport.abort()
 
     async def _reconnect(self) -> None:
         """Paho connects, and shakes hands for TLS, while its caller waits: in a thread, which a
@@ -363,7 +391,9 @@ class Bridge:
         flight = self._flying.pop(packet_id, None)
         if flight is None or flight.settled.done():
             return
-        code = int(reason.value)
+        code = self._client.refused.pop(packet_id, int(reason.value))
+        if code == _NOT_FOUND:
+            code = 0  # of PUBCOMP: our PUBREL had arrived before the connection was lost
         failure = failure_of(code)
         flight.settled.set_result(Sent(failure, f"reason 0x{code:02X}") if failure else DONE)
 

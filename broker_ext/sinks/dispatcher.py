@@ -242,6 +242,7 @@ class Dispatcher:
         finally:
             self._running -= 1
         self._keep_pace(held, sent)
+        self._held.pop(held, None)  # before the wake-up, so that there is room
         _kept(self._writes, self._settle(held, sent))
         self._begin()
         self._wake.set()
@@ -264,12 +265,10 @@ class Dispatcher:
         """Say what became of it."""
         worker, message, failure = self._worker, held.message, sent.failure
         if held.lost:
-            self._held.pop(held, None)
             return
         if failure is Failure.UNAVAILABLE:
             await self._release(held)
             return
-        self._held.pop(held, None)
         state: State | None = State.DONE
         if failure is Failure.NONE:
             if not await worker.done(message):

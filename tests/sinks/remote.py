@@ -53,6 +53,8 @@ class Remote:
         self.kept: list[tuple[_Peer, Publish]] = []
         self.peers: set[_Peer] = set()
         self.mute = False
+        self.completes = True
+        self.uncompleted = 0
         self._server: asyncio.Server | None = None
         self._changed = asyncio.Event()
 
@@ -141,14 +143,20 @@ class _Peer(asyncio.Protocol):
                 elif isinstance(verdict, int):
                     self.take(packet, verdict)
             case Pubrel():
-                known = packet.packet_id in remote.ids
-                remote.ids.discard(packet.packet_id)
-                reason = 0 if known or self.decoder.version < 5 else 0x92
-                self.send(Pubcomp(packet.packet_id, reason))
+                self._complete(packet.packet_id)
             case Pingreq():
                 self.send(Pingresp())
             case Disconnect():
                 self.transport.close()
+
+    def _complete(self, packet_id: int) -> None:
+        remote = self.remote
+        known = packet_id in remote.ids
+        remote.ids.discard(packet_id)
+        if remote.completes:
+            self.send(Pubcomp(packet_id, 0 if known or self.decoder.version < 5 else 0x92))
+        else:
+            remote.uncompleted += 1
 
     def take(self, packet: Publish, reason: int) -> None:
         remote = self.remote

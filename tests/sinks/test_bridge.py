@@ -128,6 +128,27 @@ async def test_qos_2_is_exactly_once_over_lost_connections(backend: Backend) -> 
         )
 
 
+async def test_qos_2_is_exactly_once_over_a_broker_that_is_away_for_long(
+    backend: Backend,
+) -> None:
+    """PUBREL arrived, PUBCOMP did not; then many attempts to connect fail."""
+    remote = await Remote().start()
+    async with running(backend, sinks=to(remote, qos=2)) as broker:
+        remote.completes = False
+        await publish(broker, *(b"%d" % n for n in range(10)), qos=2)
+        await remote.until(lambda r: r.uncompleted == 10)
+        await remote.stop()
+        bridge = sink(broker, "up").sender
+        assert isinstance(bridge, bridge_module.Bridge)
+        await until(lambda: "no connection" in bridge._told)
+        await asyncio.sleep(0.3)  # some more attempts
+        remote.completes = True
+        await remote.start()
+        await done(broker, 10, "up")
+        assert remote.payloads() == [b"%d" % n for n in range(10)]
+    await remote.stop()
+
+
 async def test_a_broker_that_restarts_gets_everything(backend: Backend) -> None:
     remote = await Remote().start()
     async with running(backend, sinks=to(remote)) as broker:
@@ -197,10 +218,16 @@ async def test_a_reason_code_is_a_class_of_failure(reason: int, failure: Failure
     assert failure_of(reason) is failure
 
 
-async def test_a_refused_message_is_no_done_one_and_the_others_go_on(backend: Backend) -> None:
-    async with scripted() as remote, running(backend, sinks=to(remote, retry=(1,))) as broker:
+@QOS
+async def test_a_refused_message_is_no_done_one_and_the_others_go_on(
+    backend: Backend, qos: int
+) -> None:
+    async with (
+        scripted() as remote,
+        running(backend, sinks=to(remote, retry=(1,), qos=qos)) as broker,
+    ):
         remote.decide = lambda p: {b"not allowed": 0x87, b"odd": 0x80}.get(p.payload, 0)
-        await publish(broker, b"1", b"not allowed", b"odd", b"2")
+        await publish(broker, b"1", b"not allowed", b"odd", b"2", qos=qos)
         await done(broker, 2, "up")
         await until(lambda: sink(broker, "up").figures.retried)
         await advance(broker, ms=1_100, name="up")
