@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from bisect import insort
 from collections import deque
 from functools import partial
@@ -72,6 +73,7 @@ log = logging.getLogger("amqtt_durable.shared")
 
 QOS: Final = 2
 """Of the group's own subscription: each member has its own."""
+ID_BYTES: Final = 16
 ROW_MAX: Final = 128
 """Deliveries in a claim row."""
 LOOK_MAX: Final = 16
@@ -135,7 +137,7 @@ class Group:
         self.committer = hub.committer
         self.name = name
         self.filter = topic_filter
-        self.client_id = GROUP + name[len(b"$share/") :]
+        self.client_id = GROUP
         self.incarnation = shared.incarnation
         self.consumer_id = 0
         self.durable = False
@@ -211,7 +213,11 @@ class Group:
     async def _make(self) -> None:
         apply = self.committer.apply
         if not self.consumer_id:
-            acquired = await apply(self._acquire(clean=True))
+            # random: a client id stands in the store in clear, topics may be sealed
+            self.client_id = GROUP + os.urandom(ID_BYTES).hex().encode()
+            acquired = await apply(
+                Acquire(self.client_id, self.incarnation, GROUP, self.hub.clock.now_ms())
+            )
             assert isinstance(acquired, Acquired)
             assert acquired.snapshot is not None
             self._own(acquired.snapshot)
@@ -219,8 +225,9 @@ class Group:
         self._awaits_history = True
         self.hub.router.count(self.filter, 1)  # from now on what matches is logged
         try:
-            subscription = Subscription(self.filter, QOS, head)
-            await apply(Subscribe(self.consumer_id, self.incarnation, (subscription,)))
+            follows = Subscription(self.filter, QOS, head)
+            name = Subscription(self.name, 0, head)
+            await apply(Subscribe(self.consumer_id, self.incarnation, (follows, name)))
         except StoreError:
             self.hub.router.count(self.filter, -1)
             self._awaits_history = False
@@ -233,13 +240,9 @@ class Group:
         self._checkpoint = True
         self._join(lazy=False)
 
-    def _acquire(self, *, clean: bool = False) -> Acquire:
-        return Acquire(
-            self.client_id, self.incarnation, GROUP, self.hub.clock.now_ms(), clean=clean
-        )
-
     def _own(self, snapshot: Snapshot) -> None:
         consumer = snapshot.consumer
+        self.client_id = consumer.client_id
         self.consumer_id = consumer.id
         self.cursor = self.saved_cursor = consumer.cursor
         self._next_claim = consumer.next_claim
@@ -255,7 +258,8 @@ class Group:
         """Take over what the last run left."""
         self._own(snapshot)
         for subscription in snapshot.subscriptions:
-            self._follow(subscription.from_offset)
+            if subscription.filter == self.filter:
+                self._follow(subscription.from_offset)
         lost: list[Handed] = []
         for claim in snapshot.claims:
             row = Row(claim.number, claim.member)
@@ -903,7 +907,7 @@ class Group:
         """What is gone through here is told, once."""
         if lost_through > self._skipped:
             self._skipped = lost_through
-            self.hub.tell_gap(self.client_id, self.cursor, lost_through)
+            self.hub.tell_gap(self.name, self.cursor, lost_through)
 
     # ------------------------------------------------------- where topic plugins are asked
 
@@ -1022,7 +1026,7 @@ class Group:
         try:
             entries = await self.hub.store.fetch([flight.offset for flight in wanted])
         except (EntryGone, EntryDamaged) as error:
-            self.hub.tell_gap(self.client_id, error.offset - 1, error.offset)
+            self.hub.tell_gap(self.name, error.offset - 1, error.offset)
             waiting = [f.member for f in wanted if f.member is not None]
             for flight in wanted:
                 if flight.offset == error.offset:

@@ -20,7 +20,7 @@ from broker_ext.member import Member
 from broker_ext.options import options_of
 from broker_ext.resume import Verdict, verdict
 from broker_ext.wire import valid_filter
-from storage.api import GROUP, INCARNATION_BYTES, Acquire, Acquired
+from storage.api import GROUP, INCARNATION_BYTES, Acquire, Acquired, Discard
 from storage.errors import StoreError
 from storage.names import is_shared
 
@@ -70,11 +70,10 @@ class Shared:
     async def load(self) -> None:
         """Acquire the records of all groups, and take over what the last run left. Raises
         StoreError."""
-        names = [b"$share/" + consumer[len(GROUP) :] for consumer in await self._records()]
-        outcomes = await asyncio.gather(*(self._acquire(name) for name in names))
-        for name, outcome in zip(names, outcomes, strict=True):
+        records = await self._records()
+        for outcome in await asyncio.gather(*(self._acquire(record) for record in records)):
             assert outcome.snapshot is not None
-            await self._take_over(name, outcome.snapshot, outcome.log)
+            await self._take_over(outcome.snapshot, outcome.log)
         for name in self.counts.keys() - self.groups.keys():
             # a repair left it out: what it had not had is not known any more
             self._tell_reset(name, "record-missing", None)
@@ -85,23 +84,25 @@ class Shared:
         after = GROUP[:-1]
         while True:
             page = await self.hub.store.consumers(after, PAGE)
-            names = [c.client_id for c in page if c.client_id.startswith(GROUP)]
-            found += names
-            if len(names) < PAGE:
+            records = [c.client_id for c in page if c.client_id.startswith(GROUP)]
+            found += records
+            if len(records) < PAGE:
                 return found
-            after = names[-1]
+            after = records[-1]
 
-    async def _acquire(self, name: bytes, *, clean: bool = False) -> Acquired:
-        now_ms = self.hub.clock.now_ms()
-        client_id = GROUP + name[len(b"$share/") :]
+    async def _acquire(self, client_id: bytes) -> Acquired:
         outcome = await self.hub.committer.apply(
-            Acquire(client_id, self.incarnation, GROUP, now_ms, clean=clean)
+            Acquire(client_id, self.incarnation, GROUP, self.hub.clock.now_ms())
         )
         assert isinstance(outcome, Acquired)
         return outcome
 
-    async def _take_over(self, name: bytes, snapshot: Snapshot, state: LogState) -> None:
+    async def _take_over(self, snapshot: Snapshot, state: LogState) -> None:
         """Check a group's position as that of a session, and go on."""
+        name = next((s.filter for s in snapshot.subscriptions if is_shared(s.filter)), b"")
+        if not name or name in self.groups:  # a crash left it, half made
+            await self._discard(snapshot)
+            return
         group = self._group(name)
         finding = verdict(
             snapshot,
@@ -111,9 +112,7 @@ class Shared:
         )
         if finding.verdict is Verdict.RESET:
             self._tell_reset(name, finding.reason, finding.error)
-            for subscription in snapshot.subscriptions:
-                self.hub.router.count(subscription.filter, -1)
-            await self._acquire(name, clean=True)
+            await self._discard(snapshot)
             if self.counts.get(name):
                 await group.make_durable()
             else:
@@ -127,6 +126,12 @@ class Shared:
         if snapshot.loss is not None:
             group.skip(snapshot.loss.pruned_through)
 
+    async def _discard(self, snapshot: Snapshot) -> None:
+        for subscription in snapshot.subscriptions:
+            if subscription.qos:
+                self.hub.router.count(subscription.filter, -1)
+        await self.hub.committer.apply(Discard(snapshot.consumer.id, self.incarnation))
+
     def _tell_reset(self, name: bytes, reason: str, error: object) -> None:
         resets = self.hub.figures.resets
         resets[reason] = resets.get(reason, 0) + 1
@@ -139,17 +144,18 @@ class Shared:
         task.add_done_callback(self._reloading.discard)
 
     async def _reload(self, group: Group) -> None:
-        name, was_durable, joined = group.name, group.durable, dict(group.members)
+        name, client_id = group.name, group.client_id
+        was_durable, joined = group.durable, dict(group.members)
         sessions = self.hub.registry.owners.values()
         members = [session.member for session in sessions if session.member is not None]
         group.abandon(members)
         self.forget(group)
         try:
-            outcome = await self._acquire(name)
+            outcome = await self._acquire(client_id)
             assert outcome.snapshot is not None
-            follows = bool(outcome.snapshot.subscriptions)
+            follows = any(s.filter == group.filter for s in outcome.snapshot.subscriptions)
             self.hub.router.count(group.filter, follows - was_durable)
-            await self._take_over(name, outcome.snapshot, outcome.log)
+            await self._take_over(outcome.snapshot, outcome.log)
             if self.counts.get(name):
                 await self._group(name).make_durable()
         except StoreError as error:

@@ -99,8 +99,8 @@ who acquires it becomes its owner. No MQTT user name has a NUL [MQTT-1.5.3-2].""
 
 
 GROUP: Final = b"\x00share/"
-"""What the client id of a consumer that is a group begins with; no MQTT client has such an id. The
-rest is that of its members' filters."""
+"""What the client id of a consumer that is a group begins with; no MQTT client has such an id. What
+follows is random: the name of the group is a subscription of it, with QoS 0."""
 
 UNRECORDED: Final = 0xFFFF_FFFF_FFFF_FFFF
 """Claim.member: a member of the group that has no record of its own, so it cannot come back."""

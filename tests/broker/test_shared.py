@@ -27,16 +27,16 @@ from storage.errors import StoreFull
 from storage.memory import MemoryStore
 from tests.broker.mqtt import PATIENCE_S, running
 from tests.storage.faults import lose_tail, restore
+from tests.storage.harness import SEALED, scratch
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from storage.api import Claim
+    from storage.api import Claim, Snapshot
     from tests.broker.mqtt import Broker, Client
     from tests.storage.harness import Backend
 
 JOBS = b"$share/g/t"
-RECORD = GROUP + b"g/t"
 
 
 @pytest.fixture(params=[4, 5], ids=["3.1.1", "5"])
@@ -102,8 +102,21 @@ async def taking(*clients: Client) -> AsyncIterator[Takers]:
         await asyncio.gather(*takers.tasks, return_exceptions=True)
 
 
+async def record(broker: Broker) -> Snapshot | None:
+    """What is stored of the group."""
+    await broker.hub.committer.drain()
+    store = broker.store.inner
+    for consumer in await store.consumers():
+        if consumer.client_id.startswith(GROUP):
+            snapshot = await store.snapshot(consumer.client_id)
+            assert snapshot is not None
+            if JOBS in {s.filter for s in snapshot.subscriptions}:
+                return snapshot
+    return None
+
+
 async def claims(broker: Broker) -> tuple[Claim, ...]:
-    snapshot = await broker.snapshot(RECORD)
+    snapshot = await record(broker)
     return () if snapshot is None else snapshot.claims
 
 
@@ -546,7 +559,7 @@ async def test_the_last_member_may_finish_before_the_record_goes(durable_broker:
     only.send(Pubrec((await only.next(Publish)).packet_id))
     only.send(Pubcomp((await only.next(Pubrel)).packet_id))
     await only.quiet()
-    assert await broker.snapshot(RECORD) is None
+    assert await record(broker) is None
     assert not broker.hub.shared.groups
     assert await broker.history() in (numbered(2), [])
 
@@ -628,7 +641,7 @@ async def test_a_group_of_transient_members_costs_no_disk(broker: Broker, versio
         await publisher.deliver(b"t", *numbered(20), qos=2)
         await takers.have(*numbered(20))
     assert await broker.history() == []
-    assert await broker.snapshot(RECORD) is None
+    assert await record(broker) is None
     for client in team:
         await client.disconnect()
     assert not broker.hub.shared.groups
@@ -669,7 +682,7 @@ async def test_a_group_becomes_durable_with_its_first_durable_member(broker: Bro
     assert await durable.payloads(1) == [b"kept"]
     assert await durable.unsubscribe(JOBS) == b""
     await durable.quiet()
-    assert await broker.snapshot(RECORD) is None
+    assert await record(broker) is None
 
 
 @pytest.mark.parametrize("ends", ["unsubscribes", "starts clean", "expires", "asks for QoS 0"])
@@ -677,7 +690,7 @@ async def test_the_record_goes_with_the_last_durable_member(broker: Broker, ends
     client = await broker.connect(b"dev", version=5, expiry=10)
     await client.subscribe((JOBS, 1))
     publisher = await broker.connect(b"pub")
-    assert await broker.snapshot(RECORD) is not None
+    assert await record(broker) is not None
     if ends == "unsubscribes":
         await client.unsubscribe(JOBS)
     elif ends == "asks for QoS 0":
@@ -691,7 +704,7 @@ async def test_the_record_goes_with_the_last_durable_member(broker: Broker, ends
     elif ends == "expires":
         broker.clock.advance(ms=11_000)
         await broker.hub._expire()
-    assert await broker.snapshot(RECORD) is None
+    assert await record(broker) is None
     assert not broker.hub.shared.groups
     assert not broker.hub.shared.counts
     await publisher.deliver(b"t", b"for nobody")
@@ -707,7 +720,7 @@ async def test_a_suback_waits_for_the_record_of_the_group(broker: Broker, nth: i
     await client.quiet()
     gate.release()
     await client.next(Suback)
-    assert await broker.snapshot(RECORD) is not None
+    assert await record(broker) is not None
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
@@ -719,7 +732,7 @@ async def test_a_subscribe_whose_group_cannot_be_saved_changes_nothing(
     assert await client.subscribe((JOBS, 1)) == b"\x80"
     assert not broker.hub.shared.counts
     await broker.turns(lambda: broker.hub.committer.failing_since is None)
-    assert await broker.snapshot(RECORD) is None
+    assert await record(broker) is None
     assert not broker.hub.shared.groups
     assert await client.subscribe((JOBS, 1)) == b"\x01"
     publisher = await broker.connect(b"pub")
@@ -740,9 +753,9 @@ async def test_a_record_that_a_crash_left_behind_goes_at_start(durable_broker: B
     await broker.hub.committer.apply(
         Unsubscribe(owner.consumer_id, owner.incarnation, (group.name,))
     )
-    assert await broker.snapshot(RECORD) is not None
+    assert await record(broker) is not None
     await broker.crash_and_restart()
-    assert await broker.snapshot(RECORD) is None
+    assert await record(broker) is None
     del session
 
 
@@ -851,7 +864,8 @@ async def test_a_write_that_is_refused_makes_the_group_read_its_record_again(
     await broker.hub.committer.drain()
     from storage.api import Acquire  # noqa: PLC0415
 
-    await broker.hub.committer.apply(Acquire(RECORD, b"x" * 16, GROUP, broker.clock.now_ms()))
+    client_id = broker.hub.shared.groups[JOBS].client_id
+    await broker.hub.committer.apply(Acquire(client_id, b"x" * 16, GROUP, broker.clock.now_ms()))
     await publisher.deliver(b"t", b"3", qos=2)
     await broker.turns(lambda: broker.hub.figures.fenced)
     again = await first.next(Publish)
@@ -917,6 +931,24 @@ async def test_what_was_settled_is_pruned_when_everybody_has_left(broker: Broker
     assert await broker.history() == []
 
 
+@pytest.mark.parametrize("kind", ["lmdb, topics sealed", "sqlite, topics sealed"])
+async def test_what_a_group_shares_is_sealed_like_every_topic(kind: str) -> None:
+    with scratch() as path:
+        async with running(SEALED[kind](path)) as broker:
+            client = await broker.connect(b"dev")
+            await client.subscribe((b"$share/crew/plans/secret/#", 2))
+            publisher = await broker.connect(b"pub")
+            await publisher.deliver(b"plans/secret/1", b"x", qos=2)
+            await client.publishes(1, ack=False)
+            await broker.crash_and_restart()
+            assert b"$share/crew/plans/secret/#" in broker.hub.shared.groups
+            client = await broker.connect(b"dev")
+            assert await client.payloads(1) == [b"x"]
+        files = [file.read_bytes() for file in path.rglob("*") if file.is_file()]
+        assert len(files) > 1
+        assert not any(word in raw for raw in files for word in (b"plans/secret", b"crew"))
+
+
 # ------------------------------------------------------------------------------ checked resume
 
 
@@ -942,9 +974,9 @@ async def test_a_group_of_another_generation_goes_on_and_is_bound(broker: Broker
     assert only.connack.session_present
     assert await only.payloads(21) == numbered(21)
     await is_settled(broker)
-    record = await broker.snapshot(RECORD)
-    assert record is not None
-    assert record.consumer.generation == "f" * 32
+    found = await record(broker)
+    assert found is not None
+    assert found.consumer.generation == "f" * 32
 
 
 async def test_a_group_of_another_generation_begins_again_where_so_configured(
@@ -959,16 +991,17 @@ async def test_a_group_of_another_generation_begins_again_where_so_configured(
     # its member is reset for itself, and gone with it is the last that the group had
     only = await broker.connect(b"member-0")
     assert not only.connack.session_present
-    assert await broker.snapshot(RECORD) is None
+    assert await record(broker) is None
     assert not broker.hub.router.route(b"t").log
 
 
 async def test_a_group_ahead_of_the_head_begins_again_at_the_head(broker: Broker) -> None:
     await left_behind(broker)
     assert isinstance(broker.store.inner, MemoryStore)
-    record = broker.store.inner._tables.consumers[RECORD]
-    ahead = replace(record.consumer, cursor=21)
-    broker.store.inner._tables.consumers[RECORD] = replace(record, consumer=ahead)
+    consumers = broker.store.inner._tables.consumers
+    client_id = next(name for name in consumers if name.startswith(GROUP))
+    ahead = replace(consumers[client_id].consumer, cursor=21)
+    consumers[client_id] = replace(consumers[client_id], consumer=ahead)
     lose_tail(broker.store.inner, 10)
     await broker.start()
     assert broker.hub.figures.resets == {"position-ahead": 1}
@@ -982,8 +1015,9 @@ async def test_a_group_ahead_of_the_head_begins_again_at_the_head(broker: Broker
 async def test_a_group_whose_record_was_left_out_by_a_repair_begins_again(broker: Broker) -> None:
     await left_behind(broker)
     assert isinstance(broker.store.inner, MemoryStore)
-    record = broker.store.inner._tables.consumers.pop(RECORD)
-    del broker.store.inner._tables.names[record.consumer.id]
+    consumers = broker.store.inner._tables.consumers
+    gone = consumers.pop(next(name for name in consumers if name.startswith(GROUP)))
+    del broker.store.inner._tables.names[gone.consumer.id]
     await broker.start()
     assert broker.hub.figures.resets == {"record-missing": 1}
     only = await broker.connect(b"member-0")

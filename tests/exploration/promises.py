@@ -693,7 +693,13 @@ class Ledger:
     def _look_at_groups(self, names: set[bytes], counts: dict[bytes, int]) -> None:
         """P15: each group has the members it should have, and a record as long as it is needed."""
         shared = self.world.hub.shared
-        records = {s.consumer.client_id: s for s in self.world.store.memory.records}
+        records = {
+            sub.filter: record
+            for record in self.world.store.memory.records
+            if _is_group(record)
+            for sub in record.subscriptions
+            if is_shared(sub.filter)
+        }
         for name in sorted(names | set(shared.groups)):
             stored, counted = counts.get(name, 0), shared.counts.get(name, 0)
             if counted != stored:
@@ -703,8 +709,8 @@ class Ledger:
             wanted = {s for s in self.sessions if not s.sealed and name in s.subscriptions}
             if here != wanted:
                 self.broken(f"P15: {name!r} has the members {here}, not {wanted}")
-            record = records.get(GROUP + name[len(b"$share/") :])
-            if stored and (record is None or not record.subscriptions):
+            record = records.get(name)
+            if stored and not (record and any(s.qos for s in record.subscriptions)):
                 self.broken(f"P15: {name!r} has durable members and follows nothing")
             if record is not None and not (stored or here or record.claims):
                 self.broken(f"P15: the record of {name!r} is left behind")
