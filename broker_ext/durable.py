@@ -62,6 +62,9 @@ AHEAD_MIN: Final = 1024
 TAIL_WALK_MAX: Final = 512
 """Stretches of the committer's memory (storage.recent) that a session that is behind looks through
 itself; when it is further behind, the store's planner finds what it missed at less cost."""
+DEAD_BYTES_MAX: Final = 16 << 20
+"""Payloads that one connection's dead letters keep: a client that takes small packets could
+have all that it is sent written twice. Beyond it a dead letter only says that there was one."""
 FETCH_MAX: Final = 128
 """Deliveries of earlier connections whose messages are read at a time."""
 
@@ -116,6 +119,7 @@ class DurableSession(Session):
         self._unknown = snapshot.consumer.next_packet_id == 0
         self._joined = False
         self._checkpoint = False
+        self._dead_bytes = 0
         self._unindexed = False
         self._received: list[int] = []
         self._released: list[int] = []
@@ -419,7 +423,9 @@ class DurableSession(Session):
         letter = None
         if failure:
             now_ms = self.hub.clock.now_ms()
-            letter = DeadLetter(entry, failure, now_ms, flight.attempts)
+            self._dead_bytes += len(entry.payload)
+            erase = self._dead_bytes > DEAD_BYTES_MAX
+            letter = DeadLetter(entry, failure, now_ms, flight.attempts, erase)
         self.out.drop_next(letter)
         if not self._joined:
             self._join(lazy=True)

@@ -358,6 +358,21 @@ async def test_what_is_too_large_for_the_client_is_settled_unsent(
         ]
 
 
+async def test_dead_letters_of_one_connection_keep_a_bounded_number_of_payloads(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker_ext.durable.DEAD_BYTES_MAX", 1_000)
+    small = Properties(((PACKET_BYTES_MAX, 200),))
+    client = await broker.connect(b"s", version=5, properties=small)
+    await client.subscribe(b"t")
+    sender = await publisher(broker)
+    await sender.deliver(b"t", *(bytes(300) for _ in range(10)))
+    await broker.turns(lambda: broker.is_idle(b"s"))
+    await broker.hub.committer.drain()
+    letters = await broker.store.inner.outbox.dead_letters(SESSIONS)
+    assert [m.message is not None for m in letters] == [True] * 3 + [False] * 7
+
+
 async def _history_of(broker: Broker) -> list[Entry]:
     chunk = await broker.store.inner.read(0, lambda _: 2, entries_max=100, bytes_max=1 << 20)
     return [entry for entry, _ in chunk.entries]
