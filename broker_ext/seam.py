@@ -746,12 +746,17 @@ class Seam:
         user = stored.consumer.user if stored is not None else UNCLAIMED
         incarnation = os.urandom(INCARNATION_BYTES)
         now_ms = hub.clock.now_ms()
-        expiry_s = hub.settings.session_expiry_interval_s
+        left_ms, expiry_s, version = now_ms, hub.settings.session_expiry_interval_s, 4
+        if stored is not None:  # it goes on expiring from when its client left, as that asked for
+            consumer = stored.consumer
+            left_ms, expiry_s, version = consumer.detached_ms, consumer.expiry_s, consumer.version
         acquired = await hub.committer.apply(
-            Acquire(client_id, incarnation, user, now_ms, expiry_s=expiry_s)
+            Acquire(client_id, incarnation, user, now_ms, expiry_s=expiry_s, version=version)
         )
         assert isinstance(acquired, Acquired)
         assert acquired.snapshot is not None
+        if not acquired.existed:
+            left_ms, expiry_s = now_ms, hub.settings.session_expiry_interval_s
         hub.shared.ended(acquired.dropped_id)
         for topic_filter in acquired.dropped:
             hub.router.count(topic_filter, -1)
@@ -773,7 +778,10 @@ class Seam:
                 hub.router.count(grant.filter, -1)
             return grant.qos
         finally:
-            hub.committer.submit(Detach(consumer_id, incarnation, now_ms), _detached)
+            left = Detach(
+                consumer_id, incarnation, left_ms or now_ms, expiry_s=expiry_s, keep_expiry=False
+            )
+            hub.committer.submit(left, _detached)
 
     # -------------------------------------------------------------------------- plugins
 

@@ -248,3 +248,21 @@ async def test_one_that_is_refused_and_goes_on_sending_reads_why(
 
             said = await asyncio.to_thread(talk)
         assert said == (b"\x20\x02\x00\x05" if version == 4 else b"\x20\x03\x00\x87\x00")
+
+
+async def test_add_subscription_does_not_keep_a_session_longer(tmp_path: Path) -> None:
+    async with running(tmp_path) as broker:
+        client = await broker.connect(b"dev", version=5, expiry=1000)
+        await client.disconnect()
+        await broker.left(b"dev")
+        await broker.hub.committer.drain()
+        before = await broker.hub.store.snapshot(b"dev")
+        await asyncio.sleep(0.01)  # time goes on
+        await broker.context.add_subscription("dev", "a", 1)
+        await broker.hub.committer.drain()
+        after = await broker.hub.store.snapshot(b"dev")
+        assert before is not None
+        assert after is not None
+        assert [s.filter for s in after.subscriptions] == [b"a"]
+        assert after.consumer.expiry_s == 1000
+        assert after.consumer.detached_ms == before.consumer.detached_ms
