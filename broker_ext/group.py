@@ -823,6 +823,15 @@ class Group:
             return True
         return False
 
+    def _is_superseded(self, entry: Entry) -> bool:
+        """Whether a newer message of its topic will come, and is all that is wanted
+        (``broker_ext.rules``). What was with somebody before is handed on, whatever came since."""
+        newest = self.hub.router.rules.newest
+        if newest is not None and newest.supersedes(entry):
+            self.hub.figures.superseded += 1
+            return True
+        return False
+
     # ------------------------------------------------------------------------ catching up
 
     @property
@@ -847,7 +856,7 @@ class Group:
     def _claim_all(self, entries: Sequence[tuple[Entry, int]], through: int) -> bool:
         """Claim what is wanted of ``entries``, in order; move the cursor. False: no more room."""
         for entry, qos in entries:
-            if not qos or self._is_over(entry):
+            if not qos or self._is_over(entry) or self._is_superseded(entry):
                 continue
             member, fits = self._choose(entry)
             if member is not None:
@@ -901,6 +910,9 @@ class Group:
             return [], error.floor
         if piece.lost is not None:
             self.skip(piece.lost.pruned_through)
+        newest = self.hub.router.rules.newest
+        if newest is not None:
+            await newest.look_up(self.hub.store, piece.entries)
         return piece.entries, piece.through
 
     def skip(self, lost_through: int) -> None:
@@ -954,7 +966,7 @@ class Group:
         else:
             wanted, through = await self._next_chunk()
         for entry, qos in wanted:
-            if not qos or self._is_over(entry):
+            if not qos or self._is_over(entry) or self._is_superseded(entry):
                 continue
             member, fits = await self._permitted(entry)
             if not self.durable:

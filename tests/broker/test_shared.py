@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from broker_ext.operations import groups, sessions
+from broker_ext.rules import FilterRule
 from broker_ext.shared import filter_of
 from broker_ext.wire import (
     Disconnect,
@@ -929,6 +930,25 @@ async def test_what_was_settled_is_pruned_when_everybody_has_left(broker: Broker
     broker.clock.advance(ms=1)
     await broker.hub._prune()
     assert await broker.history() == []
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_group_that_was_away_gets_the_last_value_of_each_topic(
+    disk: Backend, *, restart: bool
+) -> None:
+    rules = (FilterRule(b"t/#", keep_latest=True),)
+    async with running(disk, filters=rules) as broker:
+        name = b"$share/g/t/#"
+        await broker.sleeper(b"dev", name)
+        publisher = await broker.connect(b"pub")
+        for n in range(10):
+            await publisher.deliver(b"t/%d" % (n % 2), b"%d" % n)
+        await publisher.disconnect()
+        if restart:
+            await broker.crash_and_restart()
+        client = await broker.connect(b"dev")
+        assert await client.payloads(2) == [b"8", b"9"]
+        await client.quiet()
 
 
 @pytest.mark.parametrize("kind", ["lmdb, topics sealed", "sqlite, topics sealed"])
