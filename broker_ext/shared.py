@@ -21,7 +21,7 @@ from broker_ext.options import options_of
 from broker_ext.resume import Verdict, verdict
 from broker_ext.wire import valid_filter
 from storage.api import GROUP, INCARNATION_BYTES, Acquire, Acquired, Discard
-from storage.errors import StoreError
+from storage.errors import RecordDamaged, StoreError
 from storage.names import is_shared
 
 if TYPE_CHECKING:
@@ -71,11 +71,12 @@ class Shared:
         """Acquire the records of all groups, and take over what the last run left. Raises
         StoreError."""
         records = await self._records()
-        for outcome in await asyncio.gather(*(self._acquire(record) for record in records)):
-            assert outcome.snapshot is not None
-            await self._take_over(outcome.snapshot, outcome.log)
+        for outcome in await asyncio.gather(*map(self._acquire_if_sound, records)):
+            if outcome is not None:
+                assert outcome.snapshot is not None
+                await self._take_over(outcome.snapshot, outcome.log)
         for name in self.counts.keys() - self.groups.keys():
-            # a repair left it out: what it had not had is not known any more
+            # damaged, or a repair left it out: what it had not had is not known any more
             self._tell_reset(name, "record-missing", None)
             await self._group(name).make_durable()
 
@@ -96,6 +97,14 @@ class Shared:
         )
         assert isinstance(outcome, Acquired)
         return outcome
+
+    async def _acquire_if_sound(self, client_id: bytes) -> Acquired | None:
+        try:
+            return await self._acquire(client_id)
+        except RecordDamaged as error:
+            # no traceback: it says nothing about the disk; the others go on
+            log.error("a group cannot be read: %s; see amqtt-durable check", error)  # noqa: TRY400
+            return None
 
     async def _take_over(self, snapshot: Snapshot, state: LogState) -> None:
         """Check a group's position as that of a session, and go on."""

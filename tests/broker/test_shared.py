@@ -11,7 +11,7 @@ import pytest
 
 from broker_ext.operations import groups, sessions
 from broker_ext.rules import FilterRule
-from broker_ext.shared import filter_of
+from broker_ext.shared import Shared, filter_of
 from broker_ext.wire import (
     Disconnect,
     Properties,
@@ -24,7 +24,7 @@ from broker_ext.wire import (
 )
 from broker_ext.wire.properties import SHARED_AVAILABLE, SUBSCRIPTION_ID
 from storage.api import GROUP, RECEIVED, UNRECORDED
-from storage.errors import StoreFull
+from storage.errors import RecordDamaged, StoreFull
 from storage.memory import MemoryStore
 from tests.broker.mqtt import PATIENCE_S, running
 from tests.storage.faults import lose_tail, restore
@@ -33,7 +33,7 @@ from tests.storage.harness import SEALED, scratch
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from storage.api import Claim, Snapshot
+    from storage.api import Acquired, Claim, Snapshot
     from tests.broker.mqtt import Broker, Client
     from tests.storage.harness import Backend
 
@@ -1045,6 +1045,34 @@ async def test_a_group_whose_record_was_left_out_by_a_repair_begins_again(broker
     await publisher.deliver(b"t", b"new", qos=2)
     assert await only.payloads(1) == [b"new"]
     await is_settled(broker)
+
+
+async def test_a_group_whose_record_is_damaged_begins_again_and_the_others_go_on(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await broker.sleeper(b"dev", JOBS, b"$share/h/u")
+    publisher = await broker.connect(b"pub")
+    await publisher.deliver(b"t", b"1")
+    await publisher.deliver(b"u", b"2")
+    found = await record(broker)
+    assert found is not None
+    await broker.stop()
+    acquire = Shared._acquire
+
+    async def damaged(shared: Shared, client_id: bytes) -> Acquired:
+        if client_id == found.consumer.client_id:
+            raise RecordDamaged(found.consumer.id)
+        return await acquire(shared, client_id)
+
+    monkeypatch.setattr(Shared, "_acquire", damaged)
+    await broker.start()
+    assert "cannot be read" in caplog.text
+    assert broker.hub.figures.resets == {"record-missing": 1}
+    client = await broker.connect(b"dev")
+    publisher = await broker.connect(b"pub")
+    await publisher.deliver(b"t", b"3")
+    assert sorted(await client.payloads(2)) == [b"2", b"3"]
+    await client.quiet()
 
 
 # ---------------------------------------------------------------------------------- operators
