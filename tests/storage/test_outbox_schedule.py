@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from storage.outbox import (
@@ -96,3 +98,11 @@ def test_the_table_of_moves_knows_every_state_and_event() -> None:
     left = {state for state, moves in MOVES.items() if set(moves.values()) & LIVE}
     assert left == LIVE, "what has ended never comes back under its id"
     assert set(State) - LIVE == ENDED
+
+
+def test_the_design_has_the_table_of_moves() -> None:
+    design = (Path(__file__).parents[2] / "DESIGN.md").read_text()
+    for state, moves in MOVES.items():
+        for event, to in moves.items():
+            row = f"| {state.name.lower()} | {event.value} | {to.name.lower()} |"
+            assert row in design
