@@ -507,6 +507,7 @@ class Group:
                 member = holder.member
                 if member not in refused and self._places(member, entry) > 0:
                     return member, True
+        zero: Member | None = None
         for looked, member in enumerate(self._turn):
             if looked >= LOOK_MAX and best is not None:
                 break
@@ -516,9 +517,12 @@ class Group:
             if places < 0:
                 continue
             fits = True
-            if places > most:
+            if min(entry.qos, self.members[member].qos) == 0:
+                if places and best is None and zero is None:
+                    zero = member  # it has no window to compare: its turn decides
+            elif places > most:
                 best, most = member, places
-        return best, fits
+        return zero or best, fits
 
     def _places(self, member: Member, entry: Entry) -> int:
         """Free places for a message; -1 = the client takes no packet that large."""
@@ -527,9 +531,7 @@ class Group:
         bytes_max = member.session.bytes_max
         if bytes_max and publish_bytes(entry, qos, joined.options.identifiers) > bytes_max:
             return -1
-        if qos:
-            return member.places
-        return member.session.window if member.is_open else 0
+        return member.places if qos else int(member.is_open)
 
     def _hand(self, flight: Handed, entry: Entry, member: Member) -> None:
         """Claim a message for a member."""

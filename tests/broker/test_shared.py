@@ -193,6 +193,18 @@ async def test_delivered_qos_is_the_lower_of_published_and_that_of_the_member(
         assert (got.qos, got.dup, got.retain) == (qos, False, False)
 
 
+async def test_a_member_with_qos_0_gets_its_part_and_no_more(broker: Broker) -> None:
+    quick, slow = await members(broker, 2)
+    passing = await broker.connect(b"passing")
+    await passing.subscribe((JOBS, 0))
+    publisher = await broker.connect(b"pub")
+    async with taking(quick, passing) as takers:
+        await publisher.deliver(b"t", *numbered(30))
+        held = await slow.publishes(10, ack=False)
+        await takers.have(*(set(numbered(30)) - {p.payload for p in held}))
+        assert [len(got) for got in takers.got.values()] == [10, 10]
+
+
 async def test_a_slow_member_holds_no_more_than_its_window(broker: Broker, version: int) -> None:
     slow, quick = await members(broker, 2, version=version)
     publisher = await broker.connect(b"pub")
