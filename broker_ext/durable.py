@@ -397,15 +397,18 @@ class DurableSession(Session):
             if self._is_careful and self._must_wait(flight):
                 return
             out.take()
-            retain = entry.flags & RETAINED and (options.retain or flight.state & HELD)
-            publish(
-                entry,
-                flight.qos,
-                flight.packet_id,
-                dup=flight.dup,
-                retain=bool(retain),
-                identifiers=options.identifiers,
-            )
+            if options is PLAIN and not flight.state:  # most of them
+                publish(entry, flight.qos, flight.packet_id, dup=flight.dup, retain=False)
+            else:
+                retain = entry.flags & RETAINED and (options.retain or flight.state & HELD)
+                publish(
+                    entry,
+                    flight.qos,
+                    flight.packet_id,
+                    dup=flight.dup,
+                    retain=bool(retain),
+                    identifiers=options.identifiers,
+                )
             flight.entry = None
             self.hub.figures.delivered += 1
         self._is_behind = bool(ready)
