@@ -809,7 +809,7 @@ class Connection(asyncio.Protocol):
         words = Words(f"{error.what} [{error.clause}]".encode())
         if self.session is None and self.ended is None:
             # a CONNECT is answered in the form that its client understands; nothing else is
-            if self.decoder.level >= 5:
+            if self.decoder.level == 5:
                 self.version = 5
                 if valid_reason(CONNACK, error.reason_code):
                     self._refuse(error.reason_code, words.text)

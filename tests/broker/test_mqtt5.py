@@ -225,14 +225,14 @@ async def test_unsuback_says_what_was_there(broker: Broker) -> None:
         assert await client.unsubscribe(b"b", b"a") == bytes([0x11, 0])
 
 
-async def test_a_version_that_is_not_known_is_answered_in_a_form_that_can_be_read(
-    broker: Broker,
+@pytest.mark.parametrize("level", [0, 6, 77])
+async def test_a_version_that_is_not_known_is_answered_as_3_1_1_must_be(
+    broker: Broker, level: int
 ) -> None:
+    """[MQTT-3.1.2-2]: return code 1; MQTT 5 leaves it to the server."""
     client = await broker.dial()
-    client.reads(5)
-    client.send_bytes(b"\x10\x0d\x00\x04MQTT\x06\x02\x00\x00\x00\x00\x00")
-    refused = await client.next(Connack)
-    assert refused.reason == 0x84
+    client.send_bytes(b"\x10\x0d\x00\x04MQTT%c\x02\x00\x00\x00\x00\x00" % level)
+    assert (await client.next(Connack)).reason == 1
     await client.closed()
 
 
