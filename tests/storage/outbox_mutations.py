@@ -226,8 +226,8 @@ def _table() -> Iterator[Mutation]:
         operation(
             writing,
             "reap",
-            "after = _failed(row, op.now_ms, op.now_ms + delay_ms, Failure.LAPSED)",
-            "after = _move(row, Event.RETRY, until_ms=0, due_ms=op.now_ms + delay_ms)",
+            "after = _failed(row, op.now_ms, due_ms, Failure.LAPSED)",
+            "after = _move(row, Event.RETRY, until_ms=0, due_ms=due_ms)",
         ),
         test_outbox_claims.test_poison_becomes_a_dead_letter_and_the_others_go_on,
         {"kills": True},
