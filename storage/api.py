@@ -487,7 +487,7 @@ class DropWill:
 class Prune:
     """Delete history from the old end, at most ``blocks_max`` blocks, moving floor and each
     topic's pruned_through in the same transaction. It stops, too, after the block with which more
-    than ``topics_max`` topics have lost something: the rows of each are what it costs.
+    than ``topics_max`` topics, those of each block counted, were looked up: that is what it costs.
 
     through: forced: delete entries at or below it even if a consumer still needs them (hard caps);
         0 = none forced.

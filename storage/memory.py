@@ -420,7 +420,6 @@ class MemoryStore:
         floor = tables.ends.floor
         blocks = payload_bytes = 0
         more = False
-        topics: set[bytes] = set()
         stored_bytes = self._log().bytes
         while (stored := tables.history.get(floor + 1)) is not None:
             is_too_old = stored.stored_ms < op.older_than_ms
@@ -429,10 +428,9 @@ class MemoryStore:
             is_needed = floor + 1 > needed_after
             if not is_forced and (is_needed or stored.stored_ms >= op.before_ms):
                 break
-            if blocks == op.blocks_max or len(topics) > op.topics_max:
+            if blocks == op.blocks_max or blocks > op.topics_max:
                 more = True
                 break
-            topics.add(stored.entry.topic)
             floor += 1
             blocks += 1
             payload_bytes += len(stored.entry.payload)

@@ -119,6 +119,7 @@ class _Pruning:
         self._op = op
         self._lost: dict[int, int] = {}
         self._last_first = 0
+        self._touched = 0
         self.blocks = 0
         self.payload_bytes = 0
 
@@ -131,7 +132,7 @@ class _Pruning:
             self._history.tail.index(self._txn, ends)
         while (row := next(self._txn.scan(Space.HISTORY), None)) is not None:
             key, raw = row
-            block = _Old(self._txn, ends, key, raw, self._op.now_ms)
+            block = _Old(self._txn, self._history, key, raw, self._op.now_ms)
             is_old = block.stored_ms < self._op.before_ms
             is_too_old = block.stored_ms < self._op.older_than_ms
             is_forced = block.last <= through or is_too_old or self._is_too_large()
@@ -140,10 +141,11 @@ class _Pruning:
                     self._note(block.last_of_topics(through))
                     ends.floor = through
                 return False
-            if self.blocks == self._op.blocks_max or len(self._lost) > self._op.topics_max:
+            if self.blocks == self._op.blocks_max or self._touched > self._op.topics_max:
                 return True
             lost = block.last_of_topics(block.last)
             self._note(lost)
+            self._touched += len(lost)
             if not lost:  # nobody can tell whose entries these were
                 ends.coarse = max(ends.coarse, block.last)
             self._last_first = block.first
@@ -184,8 +186,9 @@ class _Pruning:
 class _Old:
     """A block at the old end, damaged or not."""
 
-    def __init__(self, txn: ReadTxn, ends: Ends, key: bytes, raw: bytes, now_ms: int) -> None:
+    def __init__(self, txn: ReadTxn, history: History, key: bytes, raw: bytes, now_ms: int) -> None:
         self._txn = txn
+        self._tail = history.tail
         self._now_ms = now_ms
         self.first = int.from_bytes(key, "big")
         self._block: Block | None = None
@@ -193,7 +196,7 @@ class _Old:
             self._block = block = Block(self.first, raw)
         except Damage:
             following = next(txn.scan(Space.HISTORY, U64.pack(self.first + 1)), None)
-            self.last = int.from_bytes(following[0], "big") - 1 if following else ends.head
+            self.last = int.from_bytes(following[0], "big") - 1 if following else history.ends.head
             self.stored_ms = 0
             self.body_bytes = len(raw)
         else:
@@ -213,7 +216,7 @@ class _Old:
             return {number: last for number in ids if is_in(self._txn, number, self.first)}
         found: dict[int, int] = {}
         for topic, offset in self._block.last_of_topics(through, self._now_ms).items():
-            number = topic_id(self._txn, topic)
+            number = self._tail.id_of(self._txn, topic)
             if number is not None:  # a name that is only an origin, in a damaged table
                 found[number] = offset
         return found

@@ -147,6 +147,10 @@ class Tail:
         self._ids[topic] = number
         return number
 
+    def id_of(self, txn: ReadTxn, topic: bytes) -> int | None:
+        """The id of a topic, None if it has none."""
+        return self._ids.get(topic) or topic_id(txn, topic)
+
     def forget(self, topic: bytes) -> None:
         """A topic has no id any more."""
         self._ids.pop(topic, None)
