@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from broker_ext.options import PLAIN, WALKING, options_of
-from broker_ext.outbound import SETTLED, Collected, Flight, Outbound
+from broker_ext.outbound import PACKET_IDS, SETTLED, Collected, Flight, Outbound
 from broker_ext.reasons import Reason
 from broker_ext.replay import READ_ENTRIES_MAX, Replay, Wanted
 from broker_ext.session import DISCONNECTED, NO_SUBSCRIPTION, REFUSED, End, Grant, Session
@@ -322,7 +322,8 @@ class DurableSession(Session):
 
     @property
     def places(self) -> int:
-        return self.out.window - self.out.sent
+        # nor more than there are free packet ids: what is claimed ahead has some
+        return min(self.out.window - self.out.sent, PACKET_IDS - len(self.out.flights))
 
     @property
     def waits(self) -> bool:

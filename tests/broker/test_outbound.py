@@ -212,6 +212,23 @@ def test_a_packet_id_is_not_given_again_before_its_delivery_is_settled() -> None
     assert used == [65535, *range(1, 9)]
 
 
+def test_what_is_lent_has_an_id_of_its_own_and_a_place_until_it_is_given_back() -> None:
+    out = Outbound(2, 4)
+    out.claim(entry(1), 1)
+    lent, again = (Flight(9, 0, 1, SENT, None) for _ in range(2))
+    assert out.lend(lent, 0)
+    assert lent.packet_id == 2
+    assert not out.lend(again, 2)  # one that comes back for its id, which is in use
+    assert out.lend(again, 7)
+    out.claim(entry(2), 1)
+    assert sorted(out.flights) == [1, 2, 3, 7]
+    assert [d.packet_id for c in out.collect().claims for d in c.deliveries] == [1, 3]
+    out.sent += 1
+    out.give_back(2, place=True)
+    out.give_back(7, place=False)
+    assert (sorted(out.flights), out.sent) == ([1, 3], 0)
+
+
 # ------------------------------------------------------------------------------ settling
 
 

@@ -244,6 +244,21 @@ async def test_own_and_shared_deliveries_take_turns_in_a_full_window(broker: Bro
     await client.quiet()
 
 
+async def test_where_no_packet_id_is_free_the_group_waits(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (client,) = await members(broker, 1)
+    session = broker.session(b"member-0")
+    monkeypatch.setattr("broker_ext.durable.PACKET_IDS", 3)
+    publisher = await broker.connect(b"pub")
+    await publisher.deliver(b"t", *numbered(6))
+    assert session.places == 0
+    got = await client.publishes(3, ack=False)
+    await client.quiet()
+    client.send(*(Puback(p.packet_id) for p in got))
+    assert await client.payloads(3) == numbered(3, 3)
+
+
 async def test_messages_of_before_the_group_are_not_for_it(broker: Broker, version: int) -> None:
     await broker.sleeper(b"sleeper", b"t")
     publisher = await broker.connect(b"pub")
