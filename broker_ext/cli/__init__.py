@@ -331,6 +331,23 @@ def sessions(
 
 
 @app.command()
+def groups(
+    data: DataOption = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 1000,
+    as_json: JsonOption = False,
+) -> None:
+    """List the groups of shared subscriptions of a running broker.
+
+    connected, stored: members that are connected, and whose session is stored; lag: entries of the
+    history behind its cursor; waiting: messages that nobody has room for; under way: with members.
+    """
+    with _told():
+        from broker_ext.cli import watching  # noqa: PLC0415 - not for `--help`
+
+        watching.groups(_data(data), as_json=as_json, limit=limit)
+
+
+@app.command()
 def kick(
     client_id: Annotated[str, typer.Argument(metavar="CLIENT_ID")],
     data: DataOption = None,

@@ -1,4 +1,4 @@
-"""`sessions` and `kick`: what a running broker has, told to a person or a script."""
+"""`sessions`, `groups` and `kick`: what a running broker has, told to a person or a script."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["kick", "masked", "readable", "rows", "sessions"]
+__all__ = ["groups", "kick", "masked", "readable", "rows", "sessions"]
 
 COLUMNS = ("client id", "user", "kind", "connected", "lag", "since")
+GROUP_COLUMNS = ("group", "kind", "connected", "stored", "lag", "waiting", "under way")
 
 
 def masked(name: str) -> str:
@@ -31,7 +32,7 @@ def masked(name: str) -> str:
 
 def sessions(data: Path, *, is_unmasked: bool, as_json: bool, limit: int) -> None:
     """List up to ``limit`` sessions."""
-    found, more = _sessions(data, limit)
+    found, more = _pages(data, "sessions", limit)
     if not is_unmasked:
         for row in found:
             row["client_id"], row["user"] = masked(row["client_id"]), masked(row["user"])
@@ -43,12 +44,29 @@ def sessions(data: Path, *, is_unmasked: bool, as_json: bool, limit: int) -> Non
         typer.echo(f"and more; `--limit` is {limit}")
 
 
-def _sessions(data: Path, limit: int) -> tuple[list[dict[str, Any]], bool]:
+def groups(data: Path, *, as_json: bool, limit: int) -> None:
+    """List up to ``limit`` groups of shared subscriptions."""
+    found, more = _pages(data, "groups", limit)
+    if as_json:
+        typer.echo(json.dumps({"groups": found, "more": more}, indent=1))
+        return
+    rows(GROUP_COLUMNS, [_group_columns(row) for row in found])
+    if more:
+        typer.echo(f"and more; `--limit` is {limit}")
+
+
+def _group_columns(row: dict[str, Any]) -> tuple[str, ...]:
+    names = ("members", "durable_members", "lag", "waiting", "under_way")
+    kind = "durable" if row["durable"] else "transient"
+    return (readable(row["name"]), kind, *(str(row[name]) for name in names))
+
+
+def _pages(data: Path, kind: str, limit: int) -> tuple[list[dict[str, Any]], bool]:
     found: list[dict[str, Any]] = []
     after = ""
     while True:
-        page = call(data, "sessions", after=after, limit=min(limit - len(found), 1000))
-        found += page["sessions"]
+        page = call(data, kind, after=after, limit=min(limit - len(found), 1000))
+        found += page[kind]
         after = page["next"]
         if not after or len(found) >= limit:
             return found, bool(after)

@@ -49,6 +49,19 @@ def test_sessions_are_listed_masked_and_kicked(tmp_path: Path, store: str) -> No
         assert (ended.code, ended.out) == (1, "it is not connected\n")
 
 
+def test_groups_are_listed(tmp_path: Path) -> None:
+    data = ("--data", str(tmp_path / "data"))
+    with serving(*data, "--bind", "127.0.0.1:0") as broker, broker.connect() as client:
+        connected(client)
+        client.sendall(b"\x82\x0f\x00\x01\x00\x0a$share/g/t\x01")
+        assert client.recv(5) == b"\x90\x03\x00\x01\x01"
+        heads, row = run("groups", *data).out.splitlines()
+        assert " ".join(heads.split()) == "group kind connected stored lag waiting under way"
+        assert row.split() == ["$share/g/t", "durable", "1", "1", "0", "0", "0"]
+        told = json.loads(run("groups", *data, "--json").out)
+        assert ([g["name"] for g in told["groups"]], told["more"]) == (["$share/g/t"], False)
+
+
 def test_no_broker_a_dead_one_and_one_that_hangs_are_told_apart(tmp_path: Path) -> None:
     data = ("--data", str(tmp_path / "data"))
     ended = run("sessions", *data)
