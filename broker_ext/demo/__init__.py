@@ -1,7 +1,8 @@
 """`amqtt-durable demo`: a real broker is killed in mid-traffic, and what was lost is counted.
 
 script plays it, on broker (the process), fleet and gateway (paho clients); readings are what is
-published, facts the judge (pure), show the display.
+published, facts the judge (pure), show the display. In act two a webhook's receiver goes away and
+comes back: receiver, watch (a paho client) and hooks (the judge).
 
 Exit codes: 0 every promise kept; 1 one broken, with the reasons; 3 the demo could not be carried
 out; 130 or 143 ended by SIGINT or SIGTERM. The temporary directory with the broker's log, its
@@ -23,7 +24,8 @@ from rich.console import Console
 
 from broker_ext.cli.serving import ANONYMOUS, PLUGIN, plugin_defaults
 from broker_ext.demo.broker import DemoFailed
-from broker_ext.demo.script import Outcome, Stage, play
+from broker_ext.demo.receiver import PREFIX, Receiver
+from broker_ext.demo.script import SINK, Outcome, Stage, play
 from broker_ext.demo.show import Lines, LiveScreen, Nothing, as_json, facts_table
 
 if TYPE_CHECKING:
@@ -82,33 +84,46 @@ def _play_and_print(options: Options, folder: Path, out: Console, err: Console) 
     else:
         out.print()
         out.print(facts_table(outcome, f"{_name(options)}, seed {seed}"))
-    if not outcome.facts.reasons():
+    if not outcome.reasons():
         return 0
-    findings = "\n".join([*outcome.facts.reasons(), *outcome.facts.findings])
+    findings = "\n".join([*outcome.reasons(), *outcome.facts.findings])
     (folder / "findings.txt").write_text(findings + "\n", encoding="utf-8")
     return BROKEN
 
 
 def _play(options: Options, seed: int, folder: Path, screen: Screen) -> Outcome:
+    receiver = None
+    if not options.plain:
+        receiver = Receiver(secrets.token_hex(16).encode())
+        receiver.start()
+        (folder / "secret").write_bytes(receiver.secret)
     with (
         screen,
         Stage(
             folder,
-            _plugins(options, folder / "data"),
+            _plugins(options, folder, receiver),
             screen,
             sensors=options.sensors,
             rate=options.rate,
             seed=seed,
+            receiver=receiver,
         ) as stage,
     ):
         return play(stage, sensors=options.sensors, duration_ms=int(options.seconds * 1000))
 
 
-def _plugins(options: Options, data: Path) -> dict[str, Any]:
+def _plugins(options: Options, folder: Path, receiver: Receiver | None) -> dict[str, Any]:
     """Give the `plugins` section that a user of `amqtt -c broker.yaml` would write."""
     plugins: dict[str, Any] = {ANONYMOUS: {"allow_anonymous": True}}
-    if not options.plain:
-        plugins[PLUGIN] = {"data": str(data)} | ({"store": options.store} if options.store else {})
+    if receiver is not None:
+        sink = {
+            "type": "webhook",
+            "filters": [f"{PREFIX}#"],
+            "url": receiver.url,
+            "secret_file": str(folder / "secret"),
+        }
+        ours = {"data": str(folder / "data"), "sinks": {SINK: sink}}
+        plugins[PLUGIN] = ours | ({"store": options.store} if options.store else {})
     return plugins
 
 

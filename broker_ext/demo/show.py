@@ -16,6 +16,7 @@ from broker_ext.demo.clock import now_ms
 
 if TYPE_CHECKING:
     from broker_ext.demo.facts import Facts, Tally
+    from broker_ext.demo.hooks import HookFacts
     from broker_ext.demo.script import Outcome, Stage
 
 __all__ = ["Lines", "LiveScreen", "Nothing", "Screen", "as_json", "facts_table"]
@@ -163,7 +164,11 @@ def facts_table(outcome: Outcome, title: str) -> Group:
     table.add_section()
     for label, value in _single_facts(outcome):
         table.add_row(label, "", "", value)
-    reasons = facts.reasons()
+    if outcome.hooks is not None:
+        table.add_section()
+        for label, value in _hook_facts(outcome.hooks):
+            table.add_row(label, "", "", value)
+    reasons = outcome.reasons()
     verdict = Text.assemble(
         ("BROKEN: ", "bold red") if reasons else ("KEPT: ", "bold green"),
         ", ".join(reasons) or "nothing acknowledged was lost, duplicated or out of order.",
@@ -174,7 +179,8 @@ def facts_table(outcome: Outcome, title: str) -> Group:
 def as_json(outcome: Outcome, run: dict[str, Any]) -> str:
     """Give the facts as one JSON object. run: what the run was asked to do."""
     facts = outcome.facts
-    reasons = facts.reasons()
+    reasons = outcome.reasons()
+    hooks = outcome.hooks
     return json.dumps(
         {
             "ok": not reasons,
@@ -194,6 +200,7 @@ def as_json(outcome: Outcome, run: dict[str, Any]) -> str:
             "acknowledged_per_second": facts.acknowledged_per_second,
             "restart_ms": outcome.restart_ms,
             "duration_ms": outcome.duration_ms,
+            "webhook": dataclasses.asdict(hooks) if hooks is not None else None,
         },
         indent=2,
     )
@@ -210,6 +217,22 @@ def _counts(tally: Tally) -> dict[str, int]:
 def _number(number: int, *, is_promise: bool) -> Text:
     style = ("bold red" if number else "green") if is_promise else ""
     return Text(f"{number:,}", style)
+
+
+def _hook_facts(facts: HookFacts) -> list[tuple[str, Text]]:
+    """Act two."""
+    back = "never" if facts.back_ms is None else f"{facts.back_ms:,} ms"
+    return [
+        ("webhook: alerts acknowledged", Text(f"{facts.acknowledged:,}")),
+        ("webhook: alerts delivered", Text(f"{facts.delivered:,}")),
+        ("webhook: lost", _number(facts.lost, is_promise=True)),
+        ("webhook: delivered again", _number(facts.delivered_again, is_promise=True)),
+        ("webhook: waited while the receiver was down", Text(f"{facts.waited:,}")),
+        ("webhook: all delivered after its return", Text(back)),
+        ("webhook: sent before Retry-After was over", _number(facts.too_early, is_promise=True)),
+        ("webhook: not signed", _number(facts.unsigned, is_promise=True)),
+        ("webhook: dead letters, reissued", Text(f"{facts.dead_letters}, {facts.reissued}")),
+    ]
 
 
 def _single_facts(outcome: Outcome) -> list[tuple[str, Text]]:

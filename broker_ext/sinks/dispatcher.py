@@ -164,6 +164,9 @@ class Dispatcher:
         """Claim once. Returns how long to wait for a wake-up, None = not at all."""
         await self._sender.ready()
         now_ms = self._clock.now_ms()
+        if not self.pace.room(self._sender.window, now_ms):
+            self._give_back()  # a claim may come back when the pause has begun
+        self._begin()
         room = self._room(now_ms)
         if room <= 0:
             pause_ms = self.pace.until_ms - now_ms

@@ -51,6 +51,11 @@ def test_a_killed_broker_loses_nothing(tmp_path: Path, store: str) -> None:
     assert facts["sensor_returns"] == 5
     assert facts["backlog"] > 100
     assert facts["run"]["store"] == store
+    hooks = facts["webhook"]
+    assert hooks["published"] == hooks["acknowledged"] == hooks["delivered"] == 301
+    assert hooks["waited"] > 100
+    assert hooks["throttled"] == hooks["dead_letters"] == hooks["reissued"] == 1
+    assert hooks["lost"] == hooks["delivered_again"] == hooks["too_early"] == 0
     assert list(tmp_path.iterdir()) == []
 
 

@@ -103,6 +103,25 @@ async def test_a_receiver_that_is_down_costs_a_cursor_and_no_attempts(backend: B
     await receiver.stop()
 
 
+async def test_what_is_claimed_while_a_pause_begins_is_given_back(backend: Backend) -> None:
+    gate = asyncio.Event()
+    receiver = await Receiver().start()
+    receiver.answers.append(Answer(429, {"retry-after": "60"}, stall=gate))
+    async with running(backend, sinks=hook(receiver, workers=1)) as broker:
+        await publish(broker, b"1")
+        await receiver.count(1)
+        held_up = broker.store.hang_submit(nth=3)  # the claim of the second
+        await publish(broker, b"2")
+        await asyncio.wait_for(held_up.reached.wait(), 20)
+        gate.set()
+        await until(lambda: sink(broker).dispatcher.pace.is_failing)
+        held_up.release()
+        await until(lambda: sink(broker).figures.retried)
+        await advance(broker, ms=60_000)
+        await done(broker, 2)
+    await receiver.stop()
+
+
 async def test_one_goes_first_after_a_pause(backend: Backend) -> None:
     receiver = await Receiver().start()
     await receiver.stop()
