@@ -531,7 +531,9 @@ class Group:
         bytes_max = member.session.bytes_max
         if bytes_max and publish_bytes(entry, qos, joined.options.identifiers) > bytes_max:
             return -1
-        return member.places if qos else int(member.is_open)
+        if not qos:
+            return int(member.is_open)
+        return max(member.places, 0)  # one that came back may have more than its window
 
     def _hand(self, flight: Handed, entry: Entry, member: Member) -> None:
         """Claim a message for a member."""

@@ -22,7 +22,7 @@ from broker_ext.wire import (
     Pubrel,
     Suback,
 )
-from broker_ext.wire.properties import SHARED_AVAILABLE, SUBSCRIPTION_ID
+from broker_ext.wire.properties import RECEIVE_MAX, SHARED_AVAILABLE, SUBSCRIPTION_ID
 from storage.api import GROUP, RECEIVED, UNRECORDED
 from storage.errors import RecordDamaged, StoreFull
 from storage.memory import MemoryStore
@@ -1135,3 +1135,31 @@ async def test_an_operator_sees_how_far_groups_are_behind(broker: Broker) -> Non
         (0, 1, 3),
     ]
     assert all(row["client_id"][0] != "\0" for row in (await sessions(broker.hub))["sessions"])
+
+
+async def test_what_is_read_for_one_who_left_waits_for_one_with_more_than_its_window(
+    broker: Broker,
+) -> None:
+    """It is not undeliverable: it came back with a smaller window than it left with."""
+    for name in (b"n", b"m"):
+        member = await broker.connect(name, version=5)
+        await member.subscribe((JOBS, 2))
+        if name == b"n":
+            await member.disconnect()
+    publisher = await broker.connect(b"p", clean=True)
+    await publisher.deliver(b"t", *numbered(20), qos=2)
+    left = await member.publishes(20, ack=False)
+    await member.cut()
+    await publisher.deliver(b"t", *numbered(10, 20))
+    await broker.restart()
+    gate = broker.store.hang_read()
+    other = await broker.connect(b"n", version=5)
+    await gate.reached.wait()
+    await other.cut()
+    window = Properties(((RECEIVE_MAX, 3),))
+    member = await broker.connect(b"m", version=5, properties=window)
+    gate.release()
+    got = await member.publishes(30)
+    assert [p.packet_id for p in got[:20]] == [p.packet_id for p in left]
+    assert [p.payload for p in got] == numbered(30)
+    assert broker.hub.figures.too_large == 0
