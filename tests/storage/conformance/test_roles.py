@@ -101,7 +101,7 @@ def test_a_handle_has_the_methods_of_its_role_and_no_others() -> None:
         Producer: {"enqueue"},
         Worker: {"claim", "extend", "done", "failed", "release"},
         Operator: {"backlog", "dead_letters", "show", "audit", "reissue"},
-        Janitor: {"reap", "expire", "purge", "sweep"},
+        Janitor: {"reap", "reap_all", "expire", "purge", "sweep"},
     }
 
 
