@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from broker_ext.authentication import Accepted, Challenge, method_of
 from broker_ext.connection import Connection
 from broker_ext.hub import Hub
 from broker_ext.settings import Settings
 from broker_ext.terms import Terms
 from broker_ext.wire import (
+    Auth,
     Connack,
     Connect,
     Decoder,
@@ -34,6 +36,8 @@ from broker_ext.wire import (
 )
 from broker_ext.wire.properties import (
     ASSIGNED_CLIENT_ID,
+    AUTHENTICATION_DATA,
+    AUTHENTICATION_METHOD,
     MESSAGE_EXPIRY_S,
     PACKET_BYTES_MAX,
     REASON_STRING,
@@ -49,10 +53,25 @@ from tests.storage.harness import Memory
 from tests.wire import strategies
 
 if TYPE_CHECKING:
+    from broker_ext.authentication import Exchange
     from broker_ext.session import End, Session
 
 TURNS = 12
 """Turns of the loop after which whatever was sent is answered."""
+
+
+class Echo:
+    """Asks once, and believes whoever answers."""
+
+    asked = False
+
+    async def proceed(self, data: bytes | None) -> Challenge | Accepted | None:
+        if data == b"foe":
+            return None
+        if self.asked:
+            return Accepted(b"", data)
+        self.asked = True
+        return Challenge(data)
 
 
 class Guard:
@@ -64,8 +83,9 @@ class Guard:
     async def authenticate(self, connect: Connect) -> bytes | None:
         return None if connect.username == b"nobody" else b""
 
-    def exchange(self, method: bytes, client_id: bytes) -> None:
-        del method, client_id
+    def exchange(self, method: bytes, client_id: bytes) -> Exchange | None:
+        del client_id
+        return None if method == b"unknown" else Echo()
 
     async def may_publish(self, topic: bytes) -> bool:
         return topic != b"no"
@@ -94,6 +114,7 @@ class Client:
     connect: Connect
     closed: bool = False
     leaves: bool = False
+    answered: bool = False
     packets: list[Packet] = field(default_factory=list)
     under_way: dict[int, int] = field(default_factory=dict)
     """Packet id -> QoS; 3 = QoS 2, received."""
@@ -126,8 +147,11 @@ class Client:
     def resume_reading(self) -> None: ...
 
     def judge(self, packet: Packet) -> None:
-        if not self.packets:
+        if type(packet) is Auth:
+            assert method_of(packet.properties) == method_of(self.connect.properties)
+        elif not self.answered:
             assert type(packet) is Connack
+            self.answered = True
             assigned = packet.properties is not None and packet.properties.get(ASSIGNED_CLIENT_ID)
             assert bool(assigned) == (not packet.reason and not self.connect.client_id)
         else:
@@ -206,6 +230,7 @@ def connects(draw: st.DrawFn) -> Connect:
         (TOPIC_ALIAS_MAX, st.integers(0, 3)),
         (REQUEST_PROBLEM_INFORMATION, st.integers(0, 1)),
         (USER_PROPERTY, st.just((b"k", b"v"))),
+        (AUTHENTICATION_METHOD, st.sampled_from((b"m", b"m", b"unknown"))),
     ):
         if draw(st.booleans()):
             pairs.append((ident, draw(values)))
@@ -241,12 +266,28 @@ subscribes = st.builds(
     st.integers(0, 2),
 )
 ACKNOWLEDGE = "acknowledge"
+HEAR = "hear"
+"""Somebody else publishes."""
 LATER = "later"
+auths = st.tuples(st.sampled_from((0x18, 0x18, 0x19)), st.sampled_from((b"m", b"n"))).flatmap(
+    lambda drawn: st.sampled_from((None, b"", b"friend", b"foe")).map(
+        lambda data: Auth(
+            drawn[0],
+            Properties(
+                (
+                    (AUTHENTICATION_METHOD, drawn[1]),
+                    *(() if data is None else ((AUTHENTICATION_DATA, data),)),
+                )
+            ),
+        )
+    )
+)
 spoken = st.one_of(
+    auths,
     publishes(),
     publishes(),
     subscribes,
-    st.sampled_from((ACKNOWLEDGE, ACKNOWLEDGE, LATER)),
+    st.sampled_from((ACKNOWLEDGE, ACKNOWLEDGE, HEAR, HEAR, LATER)),
     st.integers(1, 5).map(Pubrel),
     strategies.from_clients(5),
 )
@@ -256,8 +297,10 @@ noise = st.one_of(
         lambda drawn: flipped(encode(drawn[0], 5), drawn[1], drawn[2])
     ),
 )
+listens = Subscribe(1, (SubscribeFilter(b"#", 2),))
+steps = st.lists(spoken, max_size=12)
 stories = st.lists(
-    st.tuples(connects(), st.lists(spoken, max_size=12), st.none() | noise),
+    st.tuples(connects(), steps | steps.map(lambda more: [listens, *more]), st.none() | noise),
     min_size=1,
     max_size=3,
 )
@@ -280,6 +323,11 @@ async def act(clock: ManualClock, client: Client, connection: Connection, step: 
     if step == LATER:
         clock.advance(ms=1_000)
         return
+    if step == HEAR:
+        for i in range(6):
+            connection.hub.router.publish(b"topic/%d" % (i % 4), b"x" * i, i % 3, origin=b"other")
+        await turns()
+        return
     if step == ACKNOWLEDGE:
         for packet_id, qos in list(client.under_way.items()):
             await say(client, connection, {1: Puback, 2: Pubrec, 3: Pubcomp}[qos](packet_id))
@@ -295,7 +343,10 @@ async def say(client: Client, connection: Connection, packet: Packet) -> None:
     await turns()
 
 
-async def tell(drawn: list[tuple[Connect, list[Any], bytes | None]], *, slow: bool) -> None:
+async def tell(
+    drawn: list[tuple[Connect, list[Any], bytes | None]], bugs: Bugs, *, slow: bool
+) -> None:
+    asyncio.get_running_loop().set_exception_handler(bugs.in_callback)
     clock = ManualClock()
     settings = Settings(receive_maximum=3, topic_alias_maximum=4, max_queued_messages=5)
     hub = Hub(Memory(None).start(), settings, clock)
@@ -342,6 +393,10 @@ class Bugs(logging.Handler):
         super().__init__(logging.ERROR)
         self.found: list[str] = []
 
+    def in_callback(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        del loop
+        self.found.append(f"{context['message']}: {context.get('exception')!r}")
+
     def emit(self, record: logging.LogRecord) -> None:
         if record.exc_info:
             self.found.append(self.format(record))
@@ -355,7 +410,7 @@ def test_whatever_a_client_says_it_is_answered_within_its_terms(
     log = logging.getLogger("amqtt_durable")
     log.addHandler(bugs)
     try:
-        asyncio.run(tell(drawn, slow=slow))
+        asyncio.run(tell(drawn, bugs, slow=slow))
     finally:
         log.removeHandler(bugs)
     assert not bugs.found, bugs.found[0]
