@@ -22,7 +22,6 @@ import asyncio
 import logging
 import os
 from bisect import insort
-from collections import deque
 from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -131,6 +130,47 @@ class Group:
     durable member unsubscribed keeps its record until what was sent is settled.
     """
 
+    __slots__ = (
+        "_awaits_history",
+        "_checkpoint",
+        "_claiming",
+        "_dirty",
+        "_fetching",
+        "_from_offset",
+        "_joined",
+        "_letters",
+        "_making",
+        "_memory_bytes",
+        "_next_claim",
+        "_next_memory",
+        "_open_rows",
+        "_reading",
+        "_receiving",
+        "_replay",
+        "_skipped",
+        "_stored",
+        "_to_fetch",
+        "_topics",
+        "_turn",
+        "_unindexed",
+        "_vacating",
+        "client_id",
+        "committer",
+        "consumer_id",
+        "cursor",
+        "durable",
+        "filter",
+        "hub",
+        "incarnation",
+        "live",
+        "loose",
+        "members",
+        "name",
+        "saved_cursor",
+        "shared",
+        "unbound",
+    )
+
     def __init__(self, shared: Shared, hub: Hub, name: bytes, topic_filter: bytes) -> None:
         self.shared = shared
         self.hub = hub
@@ -148,7 +188,7 @@ class Group:
         self.loose: list[Handed] = []
         """With nobody, in their order."""
         self.unbound = False
-        self._turn: deque[Member] = deque()
+        self._turn: list[Member] = []
         self._topics: dict[bytes, Holder] = {}
         self._from_offset = 0
         self._skipped = 0
@@ -346,7 +386,7 @@ class Group:
     def join(self, member: Member, qos: int, options: Options) -> None:
         """A member is connected, or asks for something else than before."""
         if member not in self.members:
-            self._turn.appendleft(member)
+            self._turn.insert(0, member)
         is_first = not self.members
         self.members[member] = Joined(qos, options)
         member.groups[self] = None
