@@ -289,7 +289,10 @@ class Sinks:
         while self.sinks and (await self._janitor.reap_all(limit=SWEEP_MAX)).more:
             pass
         for sink in self.sinks:
-            await sink.start()
+            try:
+                await sink.start()
+            except ValueError as error:  # what is in a file of a secret
+                raise OSError(f"sinks.{sink.name}: {error}") from error
 
     async def _leave_others(self, configured: set[bytes]) -> None:
         hub = self.hub

@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from interop.bench import brokers, queueing, resuming, storing
+from interop.bench import brokers, hooking, queueing, resuming, storing
 from interop.bench.comparing import compare, goals, is_chosen, overview, tell
 from interop.bench.scenarios import FULL, TINY
 
@@ -30,10 +30,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "what",
         nargs="?",
-        choices=("brokers", "resume", "store", "outbox"),
+        choices=("brokers", "resume", "store", "outbox", "webhook"),
         default="brokers",
         help="brokers: every broker that is installed (default); resume: what coming back and "
-        "pruning cost; store: the store alone; outbox: claims and settlements",
+        "pruning cost; store: the store alone; outbox: claims and settlements; "
+        "webhook: deliveries of a sink",
     )
     parser.add_argument("--stores", default="lmdb,sqlite", help="which of ours  [lmdb,sqlite]")
     parser.add_argument(
@@ -106,6 +107,9 @@ def main() -> None:
     elif arguments.what == "outbox":
         messages = queueing.TINY if arguments.tiny else queueing.FULL
         texts, figures = queueing.run(arguments.stores, arguments.repeat, messages)
+    elif arguments.what == "webhook":
+        messages = hooking.TINY if arguments.tiny else hooking.FULL
+        texts, figures = hooking.run(arguments.stores, arguments.repeat, messages)
     else:
         texts, figures = _brokers(arguments)
     print("\n\n".join([host, *texts]))

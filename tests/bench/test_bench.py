@@ -81,3 +81,10 @@ def test_outbox(tmp_path: Path) -> None:
     for name, (found,) in figures.items():
         assert min(found.values()) > 0, name
     assert "claimed and settled/s" in text
+
+
+def test_webhook(tmp_path: Path) -> None:
+    text, figures = bench(tmp_path, "webhook", "--stores", "lmdb")
+    assert list(figures) == [f"lmdb, {workers} workers" for workers in (1, 4, 16)]
+    assert all(rate > 0 for (rate,) in figures.values())
+    assert "webhook deliveries/s" in text

@@ -146,6 +146,33 @@ def test_dead_letters_are_seen_and_reissued_with_a_broker_and_without(  # noqa: 
     assert json.loads(purged.out) == {"messages": 6}
 
 
+@pytest.mark.parametrize("content", [None, b"", b"whsec_???"])
+def test_a_secret_that_cannot_be_used_is_told_in_one_line(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    secret = tmp_path / "secret"
+    if content is not None:
+        secret.write_bytes(content)
+    sink = {
+        "type": "webhook",
+        "filters": ["a"],
+        "url": "http://127.0.0.1:1/",
+        "secret_file": str(secret),
+    }
+    config = tmp_path / "broker.yaml"
+    ours = {"broker_ext.DurableSessionPlugin": {"sinks": {"alerts": sink}}}
+    config.write_text(yaml.safe_dump({"plugins": ours}))
+    ended = run(
+        *("serve", "--config", str(config), "--bind", "127.0.0.1:0"),
+        *("--data", str(tmp_path / "data")),
+    )
+    assert ended.code == 1
+    assert "Traceback" not in ended.err
+    told = ended.err.splitlines()[-1]
+    assert told.startswith("amqtt-durable: the broker cannot start: ")
+    assert str(secret) in told or "whsec_" in told
+
+
 def test_where_there_is_nothing_it_says_so(tmp_path: Path) -> None:
     ended = run("outbox", "backlog", "--data", str(tmp_path / "none"))
     assert ended.code == 1
