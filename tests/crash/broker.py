@@ -36,7 +36,7 @@ class Fate(NamedTuple):
     window: int = 100
 
 
-def _serve(data: str, port: int, store: str, fate: Fate, log: str) -> None:
+def _serve(data: str, port: int, store: str, fate: Fate, log: str, keys: str) -> None:
     """Be the broker. In a process of its own."""
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
     os.dup2(fd, 1)
@@ -46,7 +46,8 @@ def _serve(data: str, port: int, store: str, fate: Fate, log: str) -> None:
 
     points.make_small(fate.window)
     points.arm(fate.point, fate.nth)
-    app(["serve", "--data", data, "--bind", f"{HOST}:{port}", "--store", store])
+    sealed = ["--key-file", keys, "--seal-topics"] if keys else []
+    app(["serve", "--data", data, "--bind", f"{HOST}:{port}", "--store", store, *sealed])
 
 
 def free_port(rng: random.Random) -> int:
@@ -60,9 +61,13 @@ def free_port(rng: random.Random) -> int:
 
 class Broker:
     """As many processes as it takes, one at a time. Processes are forked from one that has imported
-    everything, so that a start takes as long as the product's own part of it."""
+    everything, so that a start takes as long as the product's own part of it.
 
-    def __init__(self, folder: Path, store: str, port: int) -> None:
+    keys: what the data is sealed with, None = it is not.
+    """
+
+    def __init__(self, folder: Path, store: str, port: int, keys: Path | None = None) -> None:
+        self.keys = keys
         self.data = folder / "data"
         self.log = folder / "broker.log"
         self.store = store
@@ -77,7 +82,14 @@ class Broker:
         """Start a process; it may be dead before it listens."""
         self._process = self._context.Process(
             target=_serve,
-            args=(str(self.data), self.port, self.store, fate, str(self.log)),
+            args=(
+                str(self.data),
+                self.port,
+                self.store,
+                fate,
+                str(self.log),
+                str(self.keys or ""),
+            ),
             daemon=True,
         )
         self._process.start()

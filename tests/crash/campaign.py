@@ -3,19 +3,25 @@
 A seed decides who does what, how each process dies and when; the operating system decides how the
 threads of clients and broker interleave. So a seed replays a run's decisions, not its every race;
 a run that failed is worth repeating a few times.
+
+Of two campaigns, one is on a sealed store, whose keys are rotated while brokers die.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import signal
 import time
 from typing import TYPE_CHECKING, Literal
 
+from broker_ext.cli.calling import call
+from broker_ext.cli.errors import CannotOperate
 from broker_ext.wire import Publish
 from storage import open_store
 from storage.errors import StoreError
+from storage.keyring import add_key, read_keys
 from tests.crash import facts
 from tests.crash.broker import Broker, Fate, free_port
 from tests.crash.clients import (
@@ -78,7 +84,12 @@ class Campaign:
         self.rng = random.Random(f"{seed}/{store}")  # noqa: S311 - no secret
         self.store: Kind = store
         self.kills = kills
-        self.broker = Broker(folder, store, free_port(self.rng))
+        self._sealing = random.Random(f"{seed}/{store}/sealing")  # noqa: S311 - no secret
+        keys = folder / "keys" if self._sealing.random() < 0.5 else None
+        if keys is not None:
+            add_key(keys, "k0")
+        self._keys = 1
+        self.broker = Broker(folder, store, free_port(self.rng), keys)
         self.world = World(seed, self.broker.port)
         self.publishers, self.subscribers = _clients(self.world)
         self.clients: list[Client] = [*self.publishers, *self.subscribers]
@@ -127,6 +138,8 @@ class Campaign:
         try:
             if not await self.broker.listens():
                 return self._dead_by_itself(fate)
+            if self.broker.keys is not None and self._sealing.random() < 0.5:
+                await asyncio.to_thread(self._rotate, self.broker.keys)
             if await self.broker.died(2 * lives_s if fate.point else lives_s):
                 return self._dead_by_itself(fate)
             if fate.point.startswith("stop."):
@@ -147,6 +160,13 @@ class Campaign:
             for client in self.clients:
                 await client.leave()
 
+    def _rotate(self, keys: Path) -> None:
+        """Put a new key first, and have everything sealed with it, as far as it gets."""
+        add_key(keys, f"k{self._keys}")
+        self._keys += 1
+        with contextlib.suppress(CannotOperate):  # it is dead, or dies now
+            call(self.broker.data, "rekey")
+
     def _dead_by_itself(self, fate: Fate) -> str:
         code = self.broker.exit_code
         if code != -signal.SIGKILL or not fate.point:
@@ -156,7 +176,8 @@ class Campaign:
 
     async def _inspect(self) -> None:
         """Open the store without a broker: check it, and note what it says of every client."""
-        store = open_store(self.store, self.broker.data)
+        keyring = read_keys(file=self.broker.keys)
+        store = open_store(self.store, self.broker.data, keyring=keyring)
         if not self.broker.data.exists():
             return
         try:
