@@ -156,13 +156,14 @@ async def test_who_reads_slowly_gets_the_last_value_too(latest: Broker) -> None:
 
 
 async def test_what_was_sent_is_sent_again_though_it_is_superseded(latest: Broker) -> None:
-    client = await latest.subscriber(b"dash", (b"dash/#", 2))
+    client = await latest.subscriber(b"dash", (b"dash/#", 2), version=5)
     publisher = await latest.connect()
     await publisher.deliver(b"dash/1", b"1", b"2", qos=2)
     first = await client.publishes(2, ack=False)
     await client.cut()
     await publisher.deliver(b"dash/1", b"3", b"4", qos=2)
-    client = await latest.connect(b"dash")
+    one_at_a_time = Properties(((RECEIVE_MAX, 1),))  # so that the second one waits
+    client = await latest.connect(b"dash", version=5, properties=one_at_a_time)
     again = await client.publishes(3)
     assert [(p.payload, p.dup) for p in again] == [(b"1", True), (b"2", True), (b"4", False)]
     assert [p.packet_id for p in again[:2]] == [p.packet_id for p in first]
@@ -319,6 +320,43 @@ async def test_a_message_that_breaks_its_client_is_a_dead_letter(
     assert "3 times while entry 6 was under way" in caplog.text
     assert "poison" not in caplog.text
     assert await strict.unsettled(b"dev") == []
+
+
+async def test_a_client_that_acknowledges_late_blames_the_right_one(strict: Broker) -> None:
+    """It acknowledges what it was sent when it has taken all of it: so the first one that is not
+    acknowledged is innocent, until they are sent one at a time."""
+    await strict.sleeper(b"dev", b"t")
+    await (await strict.connect()).deliver(b"t", b"a", b"b", POISON, b"c")
+    breaks = 0
+    client = await strict.connect(b"dev")
+    while not (strict.hub.figures.undeliverable and strict.is_idle(b"dev")):
+        got = [packet for packet in await client.until_ping() if type(packet) is Publish]
+        if any(packet.payload == POISON for packet in got):
+            breaks += 1
+            await client.cut()
+            client = await strict.connect(b"dev")
+            continue
+        for packet in got:
+            client.send(Puback(packet.packet_id))
+    assert breaks == 4, "one to begin with, three that are its own"
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+
+
+async def test_what_was_received_takes_no_blame(strict: Broker) -> None:
+    """QoS 2: the PUBREC of the first one came, so it is the second one that breaks the client."""
+    await strict.sleeper(b"dev", (b"t", 2))
+    await (await strict.connect()).deliver(b"t", b"x", POISON, qos=2)
+    client = await strict.connect(b"dev")
+    first, _ = await client.publishes(2, ack=False)
+    client.send(Pubrec(first.packet_id))
+    await client.next(Pubrel)
+    for _ in range(3):
+        await client.cut()
+        client = await strict.connect(b"dev")
+        await client.next(Pubrel)
+    await strict.turns(lambda: strict.hub.figures.undeliverable)
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+    assert await strict.unsettled(b"dev") == [first.packet_id]
 
 
 async def test_it_is_so_after_restarts_and_crashes_too(strict: Broker) -> None:
