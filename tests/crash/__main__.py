@@ -20,6 +20,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 32))
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--folder", type=Path, help="keep the data and the broker's log there")
+    parser.add_argument(
+        "--sealed", action="store_true", help="seal the store, and rotate its keys meanwhile"
+    )
     parser.add_argument("--quiet", action="store_true", help="no line for each death")
     options = parser.parse_args()
 
@@ -38,6 +41,7 @@ def main() -> int:
                 options.seed,
                 options.kills,
                 None if options.quiet else say,
+                is_sealed=options.sealed,
             )
         )
     for name, count in sorted(verdict.counts.items()):

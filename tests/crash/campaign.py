@@ -4,7 +4,7 @@ A seed decides who does what, how each process dies and when; the operating syst
 threads of clients and broker interleave. So a seed replays a run's decisions, not its every race;
 a run that failed is worth repeating a few times.
 
-Of two campaigns, one is on a sealed store, whose keys are rotated while brokers die.
+It may be on a sealed store, whose keys are rotated while brokers die (``--sealed``).
 """
 
 from __future__ import annotations
@@ -80,12 +80,14 @@ class Campaign:
     """One run. kills: how often the broker dies before the end, those times not counted that it
     dies in its opening, before it served anybody."""
 
-    def __init__(self, folder: Path, store: Kind, seed: int, kills: int) -> None:
+    def __init__(
+        self, folder: Path, store: Kind, seed: int, kills: int, *, is_sealed: bool = False
+    ) -> None:
         self.rng = random.Random(f"{seed}/{store}")  # noqa: S311 - no secret
         self.store: Kind = store
         self.kills = kills
         self._sealing = random.Random(f"{seed}/{store}/sealing")  # noqa: S311 - no secret
-        keys = folder / "keys" if self._sealing.random() < 0.5 else None
+        keys = folder / "keys" if is_sealed else None
         if keys is not None:
             add_key(keys, "k0")
         self._keys = 1
@@ -283,14 +285,20 @@ class Probe(Subscriber):
 
 
 async def run(
-    folder: Path, store: Kind, seed: int, kills: int, tell: Callable[[str], None] | None = None
+    folder: Path,
+    store: Kind,
+    seed: int,
+    kills: int,
+    tell: Callable[[str], None] | None = None,
+    *,
+    is_sealed: bool = False,
 ) -> Verdict:
     """Run a campaign and judge it.
 
     folder: an empty one that exists; a history that breaks a promise is left there, as
         ``history.txt``, a fact in each line. tell: gets a line for each death.
     """
-    campaign = Campaign(folder, store, seed, kills)
+    campaign = Campaign(folder, store, seed, kills, is_sealed=is_sealed)
     if tell is not None:
         campaign.tell = tell
     history = await campaign.run()
