@@ -278,13 +278,14 @@ class Ledger:
         if client_id.startswith(GROUP):
             return
         belief = self.belief(client_id)
-        # one with nothing in it may go, as long as its client is told
-        if belief.exists and belief.base and not (asked_for or self.world.forgets):
+        # one with nothing in it may go: whether its client is told makes no difference to it
+        had_something = belief.exists and bool(belief.base) and not asked_for
+        if had_something and not self.world.forgets:
             self.broken(f"P7: the session of {client_id!r} was deleted")
         self._over.add(client_id)
         belief.base.clear()
         belief.others_ended()
-        belief.must_hear = belief.must_hear or (belief.exists and not asked_for)
+        belief.must_hear = belief.must_hear or had_something
         belief.exists = False
         self._forgive(client_id, None)
 
