@@ -267,6 +267,7 @@ class _Judge:
         self.acked: dict[int, list[_Delivery]] = defaultdict(list)
         self.processed: deque[tuple[int, _Delivery]] = deque()
         self.anchor = anchor
+        self.anchored = 0  # when somebody first was subscribed to all of it
         self.rules: dict[type, Callable[[Any], None]] = {
             facts.Connecting: self._connecting,
             facts.Connected: self._connected,
@@ -398,7 +399,7 @@ class _Judge:
         sent.last_ms = self.now_ms
         self.verdict.counts["accepted"] += 1
         session = self.sessions[fact.client]
-        if fact.message.topic.startswith(self.anchor):
+        if fact.message.topic.startswith(self.anchor) and 0 < self.anchored < sent.last:
             self._committed(sent.first)
             session.kept = True
         if fact.message.qos == 2:
@@ -440,6 +441,8 @@ class _Judge:
                 self.verdict.add("qos", f"{fact.client}: SUBACK {code} at {self.now}")
             place.acked[i] = self.now
             self._committed(place.changes[i].sent)
+            if place in map(session.filters.get, ("#", f"{self.anchor}#", self.group.name)):
+                self.anchored = self.anchored or self.now
 
     def _unsubscribed(self, fact: facts.Unsubscribed) -> None:
         for place, i in self.sessions[fact.client].tickets.pop(fact.ticket, []):
@@ -817,8 +820,8 @@ def judge(history: Iterable[Fact], *, anchor: str = "t/", shared: str = "") -> V
     """Judge a history.
 
     shared: the subscription that a group shares, "" = there is none.
-    anchor: topics that begin with it are always matched by some durable session, so that an
-    acknowledgement of a message there proves a commit.
+    anchor: topics that begin with it are always matched by some durable session, once one has
+    subscribed to all of them; from then on an acknowledgement of a message there proves a commit.
     """
     judge_ = _Judge(anchor, shared)
     for index, fact in enumerate(history):

@@ -375,6 +375,15 @@ def test_what_mqtt_allows_is_not_counted(happens: Callable[[Story], None]) -> No
     assert counted(story) == {}
 
 
+def test_an_acknowledgement_proves_no_commit_before_anybody_has_subscribed() -> None:
+    story = Story()
+    story.connect("pub", present=False)
+    story.send(story.message())  # not stored: nobody wants it
+    story.die()
+    story.connect("pub", present=False)  # its session had nothing in it
+    assert counted(story) == {}
+
+
 # ---------------------------------------------------------------------------- what is not
 
 
