@@ -498,7 +498,7 @@ class _Judge:
         if before is not None and before.link == fact.link:
             promise = "redelivery" if before.message_id == fact.message_id else "reused"
             self.verdict.add(promise, f"{what}: {before.message_id} ({before.step})")
-        if before is not None and before.message_id == fact.message_id:
+        if before is not None and before.message_id == fact.message_id != "":
             self.verdict.counts["redelivered"] += 1
             if not fact.dup:
                 self.verdict.add("redelivery", f"{what}: without DUP")
