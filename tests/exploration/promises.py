@@ -93,6 +93,11 @@ class _Belief:
         wants = [r.wants.get(topic_filter, 1) for rs in self.pending.values() for r in rs]
         return bool(self.base.get(topic_filter)) and all(wants)
 
+    @property
+    def stands(self) -> bool:
+        """Whether there is a filter that nobody has asked to remove since."""
+        return any(None not in self.possible(topic_filter) for topic_filter in self.base)
+
     def others_ended(self) -> None:
         """A newer connection was accepted: what older ones asked for was done, or never is."""
         for link in [link for link in self.pending if link.accepted]:
@@ -279,7 +284,7 @@ class Ledger:
             return
         belief = self.belief(client_id)
         # one with nothing in it may go: whether its client is told makes no difference to it
-        had_something = belief.exists and bool(belief.base) and not asked_for
+        had_something = belief.exists and belief.stands and not asked_for
         if had_something and not self.world.forgets:
             self.broken(f"P7: the session of {client_id!r} was deleted")
         self._over.add(client_id)
@@ -403,7 +408,7 @@ class Ledger:
         else:
             if stored:
                 self.broken(f"P7: {link} was told of no session, and there is one")
-            if belief.exists and belief.base and not self.world.forgets:
+            if belief.exists and belief.stands and not self.world.forgets:
                 self.broken(f"P7: {link} lost its session")
             self._forgive(client_id, None)
             belief.must_hear = False
