@@ -795,6 +795,16 @@ def _again_in_the_group(crew: Crew) -> None:
     crew.finish("two")
 
 
+def _read_by_who_has_left(crew: Crew) -> None:
+    message = crew.message()
+    crew.send(message)
+    crew.note(facts.Left("two", crew.links["two"], None))  # it was sent, and handed on then
+    crew.give("one", message)
+    crew.finish("one")
+    crew.prove("one")
+    crew.give("two", message)
+
+
 def _id_in_use_in_the_group(crew: Crew) -> None:
     first, second = crew.message(), crew.message()
     crew.send(first)
@@ -822,6 +832,7 @@ def _without_dup_in_the_group(crew: Crew) -> None:
         ("", _handed_on),
         ("", _waits_for_its_member),
         ("lost", _left_alone),
+        ("", _read_by_who_has_left),
         ("lost", _never_finished),
         ("twice", _qos_2_to_two_members),
         ("again", _again_in_the_group),
