@@ -516,6 +516,7 @@ class _Judge:
             self.verdict.add("haunting", what)
             return
         had = group.had[fact.message_id]
+        has_left = self.sessions[fact.client].gone_ms is not None  # it reads what came before that
         had.append(delivery)
         if 0 < sent.accepted < group.asked:
             self.verdict.add("haunting", f"{what}: it was sent before")
@@ -523,10 +524,8 @@ class _Judge:
             self.verdict.add("qos", f"{what}: QoS {fact.qos}")
         if len(had) > 1 and fact.qos == 2:
             self.verdict.add("twice", f"{what}: it had been delivered")
-        elif sent.times == 1 and any(earlier.settled for earlier in had):
-            # who has left reads what was sent before, and was then handed on
-            if self.sessions[fact.client].gone_ms is None:
-                self.verdict.add("again", f"{what}: it was settled")
+        elif sent.times == 1 and any(earlier.settled for earlier in had) and not has_left:
+            self.verdict.add("again", f"{what}: it was settled")
         self.verdict.counts["shared"] += 1
         self.verdict.counts["shared again"] += len(had) > 1
 
