@@ -12,7 +12,7 @@ from __future__ import annotations
 import base64
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from broker_ext.operations import Operation, RefusedError
+from broker_ext.operations import Operation, RefusedError, name_of, text_of
 from storage.errors import MessageDamaged, ReissueRefused
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ async def outbox_backlog(place: Place) -> list[dict[str, Any]]:
     destinations = place.destinations()
     told: list[dict[str, Any]] = []
     for one in await place.handles.operator().backlog():
-        name = _text(one.queue)
+        name = text_of(one.queue)
         is_due = 0 < one.oldest_due_ms <= now_ms
         told.append(
             {
@@ -83,7 +83,7 @@ async def outbox_dead_letters(
     """A page of the dead letters of one queue, in the order they died. after: ``next`` of the page
     before; ``next`` is "" when there are no more."""
     limit = min(max(limit, 1), PAGE_MAX)
-    page = await place.handles.operator().dead_letters(_name(queue), _after(after), limit)
+    page = await place.handles.operator().dead_letters(name_of(queue), _after(after), limit)
     last = page[-1] if len(page) == limit else None
     return {
         "dead_letters": [_told(message) for message in page],
@@ -109,11 +109,11 @@ async def outbox_reissue(place: Place, *, message_id: int, actor: str) -> dict[s
     """A fresh message in the place of a dead letter, due at once. actor: who asks (audit)."""
     try:
         operator = place.handles.operator()
-        reissued = await operator.reissue(message_id, _name(actor)[:ACTOR_BYTES_MAX])
+        reissued = await operator.reissue(message_id, name_of(actor)[:ACTOR_BYTES_MAX])
     except ReissueRefused as error:
         raise RefusedError(404 if error.found == "gone" else 409, str(error)) from None
     place.outbox_changed()
-    return {"message_id": message_id, "new_id": reissued.id, "queue": _text(reissued.queue)}
+    return {"message_id": message_id, "new_id": reissued.id, "queue": text_of(reissued.queue)}
 
 
 async def outbox_purge(
@@ -127,7 +127,7 @@ async def outbox_purge(
         purged = await janitor.purge(
             done_kept_ms=max(done_kept_ms, 0),
             dead_kept_ms=max(dead_kept_ms, 0),
-            queue=_name(queue),
+            queue=name_of(queue),
             limit=STEP_MAX,
         )
         messages += purged.messages
@@ -145,8 +145,8 @@ async def outbox_audit(place: Place, *, after: int = 0, limit: int = 100) -> dic
         {
             "number": record.number,
             "at_ms": record.at_ms,
-            "actor": _text(record.actor),
-            "queue": _text(record.queue),
+            "actor": text_of(record.actor),
+            "queue": text_of(record.queue),
             "message_id": record.message_id,
             "new_id": record.new_id,
         }
@@ -159,12 +159,12 @@ def _told(message: Message) -> dict[str, Any]:
     body = message.message
     told: dict[str, Any] = {
         "id": message.id,
-        "queue": _text(message.queue),
+        "queue": text_of(message.queue),
         "state": message.state.name.lower(),
         "failure": message.failure.name.lower() if message.failure else "",
         "attempts": message.attempts,
         "attempts_max": message.attempts_max,
-        "destination": _text(message.destination),
+        "destination": text_of(message.destination),
         "offset": message.offset,
         "created_ms": message.created_ms,
         "due_ms": message.due_ms,
@@ -176,7 +176,7 @@ def _told(message: Message) -> dict[str, Any]:
     }
     if body is not None:
         told |= {
-            "topic": _text(body.topic),
+            "topic": text_of(body.topic),
             "qos": body.qos,
             "payload_bytes": len(body.payload),
             "expires_ms": body.expires_ms,
@@ -191,17 +191,6 @@ def _after(text: str) -> tuple[int, int]:
     if not (ended_ms.isdecimal() and number.isdecimal() and text.isascii()):
         raise RefusedError(400, "that is not the end of a page")
     return int(ended_ms), int(number)
-
-
-def _name(text: str) -> bytes:
-    try:
-        return text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write
-        raise RefusedError(400, "that is no UTF-8") from None
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", "backslashreplace")
 
 
 OPERATING: Final[dict[str, Operation]] = {

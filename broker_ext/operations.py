@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from broker_ext.hub import Hub
     from storage.api import Consumer
 
-__all__ = ["OPERATIONS", "Operation", "RefusedError", "figures", "groups", "kick", "sessions"]
+__all__ = [
+    "OPERATIONS",
+    "Operation",
+    "RefusedError",
+    "figures",
+    "groups",
+    "kick",
+    "name_of",
+    "sessions",
+    "text_of",
+]
 
 Operation: TypeAlias = Callable[..., Awaitable[Any]]
 """See rule 5 of ``broker_ext.control``."""
@@ -47,7 +57,7 @@ async def sessions(hub: Hub, *, after: str = "", limit: int = 100) -> dict[str, 
     limit = min(max(limit, 1), PAGE_MAX)
     rows: list[dict[str, Any]] = []
     if not after.startswith(TRANSIENT):
-        records = await hub.store.consumers(_name(after[1:]) if after else None, limit)
+        records = await hub.store.consumers(name_of(after[1:]) if after else None, limit)
         rows = [_stored(hub, record) for record in records if record.client_id[:1] != b"\x00"]
         if len(records) == limit:
             return {
@@ -55,7 +65,7 @@ async def sessions(hub: Hub, *, after: str = "", limit: int = 100) -> dict[str, 
                 "next": STORED + records[-1].client_id.decode(),
             }
         after = TRANSIENT
-    begin = _name(after[1:])
+    begin = name_of(after[1:])
     waiting = (
         client_id
         for client_id, session in hub.registry.owners.items()
@@ -71,8 +81,8 @@ async def sessions(hub: Hub, *, after: str = "", limit: int = 100) -> dict[str, 
 
 def _stored(hub: Hub, record: Consumer) -> dict[str, Any]:
     return {
-        "client_id": _text(record.client_id),
-        "user": _text(record.user),
+        "client_id": text_of(record.client_id),
+        "user": text_of(record.user),
         "kind": "durable",
         "connected": record.client_id in hub.registry.owners,
         "lag": max(hub.committer.head - record.cursor, 0),
@@ -85,8 +95,8 @@ def _stored(hub: Hub, record: Consumer) -> dict[str, Any]:
 
 def _transient(hub: Hub, client_id: bytes) -> dict[str, Any]:
     return {
-        "client_id": _text(client_id),
-        "user": _text(hub.registry.owners[client_id].user),
+        "client_id": text_of(client_id),
+        "user": text_of(hub.registry.owners[client_id].user),
         "kind": "transient",
         "connected": True,
     }
@@ -100,12 +110,12 @@ async def groups(hub: Hub, *, after: str = "", limit: int = 100) -> dict[str, An
     with connected members. after, next: as of ``sessions``.
     """
     limit = min(max(limit, 1), PAGE_MAX)
-    begin = _name(after)
+    begin = name_of(after)
     known = hub.shared.groups
     page = heapq.nsmallest(limit + 1, (name for name in known if name > begin))
     rows = [
         {
-            "name": _text(name),
+            "name": text_of(name),
             "durable": known[name].durable,
             "members": len(known[name].members),
             "durable_members": known[name].wanted,
@@ -121,7 +131,7 @@ async def groups(hub: Hub, *, after: str = "", limit: int = 100) -> dict[str, An
 async def kick(hub: Hub, *, client_id: str) -> dict[str, Any]:
     """Close the connection of a client. kicked: False when it is not connected. A durable session
     is kept, and its client may come back at once."""
-    session = hub.registry.owners.get(_name(client_id))
+    session = hub.registry.owners.get(name_of(client_id))
     if session is not None:
         session.peer.finish(KICKED)
     return {"kicked": session is not None}
@@ -148,14 +158,16 @@ async def figures(hub: Hub) -> dict[str, Any]:
     }
 
 
-def _name(text: str) -> bytes:
+def name_of(text: str) -> bytes:
+    """A name as it came in JSON, as it is stored. Raises RefusedError."""
     try:
         return text.encode()
     except UnicodeEncodeError:  # half of a surrogate pair, which JSON can write
         raise RefusedError(400, "that is no UTF-8") from None
 
 
-def _text(name: bytes) -> str:
+def text_of(name: bytes) -> str:
+    """A stored name, for JSON; bytes that are no UTF-8 are written out."""
     return name.decode("utf-8", "backslashreplace")
 
 
