@@ -120,7 +120,7 @@ async def groups(hub: Hub, *, after: str = "", limit: int = 100) -> dict[str, An
             "members": len(known[name].members),
             "durable_members": known[name].wanted,
             "lag": known[name].lag,
-            "waiting": len(known[name].loose),
+            "waiting": len(known[name].backlog.loose),
             "under_way": known[name].under_way,
         }
         for name in page[:limit]

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from broker_ext.hub import Hub
-    from broker_ext.member import Member
     from broker_ext.options import Options
     from broker_ext.outbound import Flight
+    from broker_ext.shared.member import Member
     from storage.api import Entry
 
 __all__ = ["End", "Grant", "Peer", "Session", "TransientSession", "Walk", "publish_bytes"]

@@ -224,8 +224,8 @@ async def test_what_nobody_has_room_for_waits_as_a_cursor_and_comes_in_order(
     held = await only.publishes(100, ack=False)
     await only.quiet()
     group = durable_broker.hub.shared.groups[JOBS]
-    assert not group.live
-    assert not group.loose
+    assert not group.backlog.live
+    assert not group.backlog.loose
     only.send(*(Puback(p.packet_id) for p in held))
     got = [p.payload for p in held] + await only.payloads(1900)
     assert got == numbered(2000)
@@ -285,7 +285,7 @@ async def test_topics_stay_with_a_member_where_so_configured() -> None:
                 by_topic.setdefault(packet.topic, set()).add(client.client_id)
             client.send(*(Puback(p.packet_id) for p in got))
         assert all(len(who) == 1 for who in by_topic.values())
-        await broker.turns(lambda: not broker.hub.shared.groups[b"$share/g/t/#"]._topics)
+        await broker.turns(lambda: not broker.hub.shared.groups[b"$share/g/t/#"].turns.topics)
 
 
 # ------------------------------------------------------------------------ malformed and refused
@@ -379,7 +379,7 @@ async def test_what_one_member_may_not_have_goes_to_another() -> None:
             await publisher.deliver(b"t", b"nobody's")
             await publisher.quiet()
             await is_settled(broker)
-        assert broker.hub.shared.groups[JOBS].live
+        assert broker.hub.shared.groups[JOBS].backlog.live
 
 
 async def test_a_message_that_is_too_large_for_one_member_goes_to_another(broker: Broker) -> None:
@@ -618,7 +618,7 @@ async def test_what_was_claimed_and_not_sent_goes_to_another_whatever_its_qos(
         await slow.cut()
         await takers.have(b"a", b"b")
     await is_settled(broker)
-    assert group.live
+    assert group.backlog.live
 
 
 @pytest.mark.parametrize("qos", [1, 2])
@@ -685,7 +685,7 @@ async def test_transient_members_hand_on_and_queue_in_memory(broker: Broker) -> 
     got = await second.payloads(1200)
     assert sorted(map(int, got)) == list(range(1200))
     await second.quiet()
-    assert not broker.hub.shared.groups[JOBS]._memory_bytes
+    assert not broker.hub.shared.groups[JOBS].backlog.memory_bytes
 
 
 async def test_a_group_becomes_durable_with_its_first_durable_member(broker: Broker) -> None:
@@ -892,7 +892,7 @@ async def test_a_write_that_is_refused_makes_the_group_read_its_record_again(
     await broker.hub.committer.drain()
     from storage.api import Acquire  # noqa: PLC0415
 
-    client_id = broker.hub.shared.groups[JOBS].client_id
+    client_id = broker.hub.shared.groups[JOBS].record.client_id
     await broker.hub.committer.apply(Acquire(client_id, b"x" * 16, GROUP, broker.clock.now_ms()))
     await publisher.deliver(b"t", b"3", qos=2)
     await broker.turns(lambda: broker.hub.figures.fenced)
@@ -922,7 +922,7 @@ async def test_members_that_leave_while_the_history_is_read_lose_nothing(
     await only.cut()
     read.release()
     group = broker.hub.shared.groups[JOBS]
-    await broker.turns(lambda: group._reading is None)
+    await broker.turns(lambda: group.backlog.working is None)
     only = await broker.connect(b"member-0")
     assert await only.payloads(1000) == numbered(1000)
 

@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from broker_ext.connection import Connection
 from broker_ext.durable import DurableSession
-from broker_ext.group import Group
 from broker_ext.registry import Registry
 from broker_ext.router import Router
 from broker_ext.rules import Newest
 from broker_ext.session import Session
-from broker_ext.shared import Shared
+from broker_ext.shared import Group, Shared
+from broker_ext.shared.backlog import Backlog
+from broker_ext.shared.record import Record
 from broker_ext.wills import Wills
 from storage.api import Acquire, Advance, Detach, Discard, DropWill, Subscribe, Unsubscribe
 from storage.committer import Committer
@@ -393,9 +394,9 @@ def _of_groups() -> Iterator[Mutation]:
         "a_group_whose_members_come_and_go",
         source(
             Group,
-            "_hand",
-            "self._claiming[flight] = None",
-            "self._claiming[flight] = None; member.deliver(flight)",
+            "hand",
+            "self.rows.claim(flight)",
+            "self.rows.claim(flight); member.deliver(flight)",
         ),
     )
     yield Mutation(
@@ -411,27 +412,29 @@ def _of_groups() -> Iterator[Mutation]:
     yield Mutation(
         "group: what its member did not acknowledge is forgotten",
         "a_group_with_no_room",
-        source(Group, "left", "self._put_back(flight)", "self.settle(flight)"),
+        source(Group, "left", "self.backlog.put_back(flight)", "self.settle(flight)"),
     )
     yield Mutation(
         "group: a packet id that goes back stays in its row",
         "the_last_one_here_unsubscribes",
-        source(Group, "left", "self._vacating.append(flight)", "pass"),
+        source(Group, "left", "self._vacate(flight)", "pass"),
     )
     yield Mutation(
         "group: the cursor passes an entry for which nobody has room",
         "a_group_with_no_room",
-        source(Group, "_claim_all", "self.cursor = entry.offset - 1", "self.cursor = entry.offset"),
+        source(
+            Backlog, "_claim_all", "self.cursor = entry.offset - 1", "self.cursor = entry.offset"
+        ),
     )
     yield Mutation(
         "group: it is live while nobody is there",
         "a_group_whose_members_come_and_go",
-        source(Group, "leave", "if self.live:", "if False:"),
+        source(Backlog, "stand", "if self.live:", "if False:"),
     )
     yield Mutation(
         "group: its record goes while a durable member joins",
         "members_that_unsubscribe",
-        source(Group, "_discard_if_settled", " or self._making", ""),
+        source(Record, "discard_if_settled", " or self._making", ""),
     )
     yield Mutation(
         "group: its record stays when its last member has left",

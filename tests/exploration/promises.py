@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from broker_ext.durable import DurableSession
-from broker_ext.group import Group
-from broker_ext.shared import filter_of
+from broker_ext.shared import Group, filter_of
 from broker_ext.topics import matches
 from broker_ext.wire import (
     Connack,

@@ -15,10 +15,10 @@ import logging
 import os
 from typing import TYPE_CHECKING, Final
 
-from broker_ext.group import Group
-from broker_ext.member import Member
 from broker_ext.options import options_of
 from broker_ext.resume import Verdict, verdict
+from broker_ext.shared.group import Group
+from broker_ext.shared.member import Member
 from broker_ext.wire import valid_filter
 from storage.api import GROUP, INCARNATION_BYTES, Acquire, Acquired, Discard
 from storage.errors import RecordDamaged, StoreError
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from broker_ext.hub import Hub
-    from broker_ext.member import Handed
     from broker_ext.session import Session
+    from broker_ext.shared.handed import Handed
     from storage.api import LogState, Snapshot
 
 __all__ = ["Shared", "filter_of"]
@@ -78,7 +78,7 @@ class Shared:
         for name in self.counts.keys() - self.groups.keys():
             # damaged, or a repair left it out: what it had not had is not known any more
             self._tell_reset(name, "record-missing", None)
-            await self._group(name).make_durable()
+            await self._group(name).record.make()
 
     async def _records(self) -> list[bytes]:
         found: list[bytes] = []
@@ -123,17 +123,17 @@ class Shared:
             self._tell_reset(name, finding.reason, finding.error)
             await self._discard(snapshot)
             if self.counts.get(name):
-                await group.make_durable()
+                await group.record.make()
             else:
                 self.forget(group)
             return
         if finding.verdict is Verdict.REBIND:
             self.hub.figures.rebound += 1
             log.warning("group %r: %s; it goes on unchecked", name, finding.error)
-        group.unbound = finding.verdict is Verdict.REBIND
+        group.backlog.unbound = finding.verdict is Verdict.REBIND
         group.restore(snapshot)
         if snapshot.loss is not None:
-            group.skip(snapshot.loss.pruned_through)
+            group.backlog.skip(snapshot.loss.pruned_through)
 
     async def _discard(self, snapshot: Snapshot) -> None:
         for subscription in snapshot.subscriptions:
@@ -153,7 +153,7 @@ class Shared:
         task.add_done_callback(self._reloading.discard)
 
     async def _reload(self, group: Group) -> None:
-        name, client_id = group.name, group.client_id
+        name, client_id = group.name, group.record.client_id
         was_durable, joined = group.durable, dict(group.members)
         sessions = self.hub.registry.owners.values()
         members = [session.member for session in sessions if session.member is not None]
@@ -166,7 +166,7 @@ class Shared:
             self.hub.router.count(group.filter, follows - was_durable)
             await self._take_over(outcome.snapshot, outcome.log)
             if self.counts.get(name):
-                await self._group(name).make_durable()
+                await self._group(name).record.make()
         except StoreError as error:
             # no traceback: the store has said why, and its members' next SUBSCRIBE tries again
             log.error("group %r cannot be read: %s", name, error)  # noqa: TRY400
@@ -209,7 +209,7 @@ class Shared:
         """Make the groups of a durable session's new subscriptions durable. Raises StoreError."""
         for name in filters:
             if is_shared(name):
-                await self._group(name).make_durable()
+                await self._group(name).record.make()
 
     # --------------------------------------------------------------------------- members
 

@@ -1,4 +1,4 @@
-"""A session as a member of groups: what the groups have handed to it (``broker_ext.group``).
+"""A session as a member of groups: what the groups have handed to it (``broker_ext.shared.group``).
 
 Packet ids and places in the window are the session's own, lent to a delivery of a group until it is
 settled or goes back; so they clash with nothing, and the client sees one session.
@@ -10,57 +10,17 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from broker_ext.options import PLAIN
-from broker_ext.outbound import SETTLED, Flight
+from broker_ext.outbound import SETTLED
 from broker_ext.wire import PACKET_ID, PUBREL_HEAD
-from storage.api import RECEIVED, RETAINED, SENT
+from storage.api import RECEIVED, RETAINED
 
 if TYPE_CHECKING:
-    from broker_ext.group import Group, Holder, Row
     from broker_ext.session import Session
+    from broker_ext.shared.group import Group
+    from broker_ext.shared.handed import Handed
     from storage.api import Delivery, Entry
 
-__all__ = ["Handed", "Member"]
-
-
-class Handed(Flight):
-    """A delivery of a group. offset: below 0 for a message that is not in the history.
-
-    member: whom it is with, None = nobody who is connected. turn: how often it was handed to
-    somebody; a commit that belongs to an earlier turn says nothing any more.
-    stored: the row that it is in, None = in none (yet). counted: it has a place in the window.
-    holder: counts it, where topics stay with a member.
-    is_loose: it waits for somebody. left_by: number of the consumer that may come back for it.
-    undurable: "received" is not committed: no PUBREL yet (P5).
-    """
-
-    __slots__ = (
-        "counted",
-        "group",
-        "holder",
-        "is_loose",
-        "left_by",
-        "member",
-        "stored",
-        "turn",
-        "undurable",
-    )
-
-    def __init__(self, group: Group, offset: int, entry: Entry | None, qos: int = 0) -> None:
-        super().__init__(offset, 0, qos, SENT, entry)
-        self.group = group
-        self.member: Member | None = None
-        self.stored: Row | None = None
-        self.holder: Holder | None = None
-        self.turn = 0
-        self.is_loose = False
-        self.left_by = 0
-        self.counted = False
-        self.undurable = False
-
-    @property
-    def begun(self) -> bool:
-        """Whether its client may have had it."""
-        return self.sent or self.dup
+__all__ = ["Member"]
 
 
 class Member:
@@ -100,7 +60,7 @@ class Member:
     def own_window(self) -> int:
         """How many places the session's own deliveries may take, likewise."""
         window = self.session.window
-        if not any(group.is_behind for group in self.groups):
+        if not any(group.backlog.waits for group in self.groups):
             return window
         return window - max(0, self._half - len(self.flights))
 
@@ -180,7 +140,7 @@ class Member:
         if self.ready:
             self._send()
         for group in list(self.groups):
-            group.room()
+            group.backlog.room()
 
     def _send(self) -> None:
         ready, session = self.ready, self.session
@@ -191,7 +151,7 @@ class Member:
                 continue
             if flight.entry is None:
                 group = flight.group
-                group.fetch(*(f for f in ready if f.entry is None and f.group is group))
+                group.fetching.ask(*(f for f in ready if f.entry is None and f.group is group))
                 return
             if not flight.counted and session.places <= 0:
                 return
