@@ -291,6 +291,13 @@ class Group:
         flight.member = member
         if flight.left_by:
             self.shared.handed_on(flight)
+        if flight.offset < 0 and flight.qos and member.session.durable:
+            # from before there was a record: what is under way to a durable session is stored, so
+            # that holds a copy of its own (P2), and this is no matter of the group any more
+            flight.member = None
+            member.session.pass_on(entry, flight.qos, self.members[member].options)
+            self.settle(flight)
+            return
         if flight.qos:
             member.lend(flight)
             turns.hold(flight, member, entry.topic)

@@ -713,6 +713,27 @@ async def test_a_group_becomes_durable_with_its_first_durable_member(broker: Bro
     assert await record(broker) is None
 
 
+@pytest.mark.parametrize("qos", [1, 2])
+async def test_what_waited_in_memory_is_stored_before_it_goes_to_a_durable_member(
+    broker: Broker, qos: int
+) -> None:
+    """Else a crash forgets a packet id that its client has, and gives it to another message."""
+    window = Properties(((RECEIVE_MAX, 1),))
+    first = await broker.connect(b"first", version=5, clean=True, properties=window)
+    await first.subscribe((JOBS, qos))
+    publisher = await broker.connect(b"pub", clean=True)
+    await publisher.deliver(b"t", *numbered(3), qos=qos)
+    await first.publishes(1, ack=False)
+    durable = await broker.connect(b"durable")
+    await durable.subscribe((JOBS, qos))
+    sent = await durable.publishes(2, ack=False)
+    assert [packet.payload for packet in sent] == numbered(2, 1)
+    await broker.crash_and_restart()
+    durable = await broker.connect(b"durable")
+    again = await durable.publishes(2, ack=False)
+    assert again == [packet._replace(flags=packet.flags | 8) for packet in sent]  # DUP
+
+
 @pytest.mark.parametrize("ends", ["unsubscribes", "starts clean", "expires", "asks for QoS 0"])
 async def test_the_record_goes_with_the_last_durable_member(broker: Broker, ends: str) -> None:
     client = await broker.connect(b"dev", version=5, expiry=10)
