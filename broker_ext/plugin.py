@@ -260,7 +260,6 @@ class DurableSessionPlugin(BasePlugin[Any]):
                 starting.rekeying = Rekeying(store, starting.clock, self._some_keys)
             await starting.start()
             hub = starting
-            hub.on_reset = self._seam.tell_reset
             self._seam.install(hub)
             await hub.load()
         except Exception as error:
@@ -278,9 +277,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
 
     async def on_broker_post_start(self) -> None:
         """The listeners are bound."""
-        self._seam.listen_widely()
-        self._seam.stop_on_signals()
-        self._seam.calm_collector()
+        self._seam.listening()
 
     async def on_broker_pre_shutdown(self) -> None:
         """End every session, write everything, close the store."""

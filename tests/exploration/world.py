@@ -7,7 +7,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from broker_ext.hub import Hub
-from broker_ext.seam import Seam
+from broker_ext.on_behalf import subscribe
 from broker_ext.session import End, Grant
 from broker_ext.settings import Settings
 from broker_ext.wire import ConnectWill, Properties
@@ -141,10 +141,8 @@ class World:
 
     async def _subscribe_for(self, client_id: bytes, topic_filter: bytes, qos: int) -> None:
         self.ledger.subscribed_for(client_id, topic_filter, qos)
-        seam = object.__new__(Seam)  # without an amqtt: only what its contexts call
-        seam.hub = self.hub
         with contextlib.suppress(StoreError):
-            await seam._subscribe_for(client_id, Grant(topic_filter, qos))
+            await subscribe(self.hub, client_id, Grant(topic_filter, qos))
 
     async def expire(self) -> None:
         """What the hub does once a second."""

@@ -9,13 +9,12 @@ import pytest
 from amqtt.broker import Broker, Server
 from amqtt.errors import BrokerError, PluginInitError
 
-from broker_ext import seam
-from broker_ext.seam import (
+from broker_ext.seam import Seam, known
+from broker_ext.seam.known import (
     RELIES_ON,
     RELIES_ON_INSTANCE,
     RELIES_ON_MANAGER,
     RELIES_ON_SERVER,
-    Seam,
     SeamError,
     check,
 )
@@ -63,7 +62,7 @@ def test_a_listener_that_lacks_a_name_is_refused_by_name(
             super().__init__(*arguments)
             delattr(self, name)
 
-    monkeypatch.setattr(seam, "Server", Lacking)
+    monkeypatch.setattr(known, "Server", Lacking)
     with pytest.raises(SeamError, match=rf"Server\(\)\.{name}\b"):
         check(broker)
 

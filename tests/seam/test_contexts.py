@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from amqtt.broker import RetainedApplicationMessage
 
-from broker_ext import seam
+from broker_ext.seam import shown as showing
 from broker_ext.wire import Puback
 from tests.seam.amqtt_broker import running
 
@@ -181,7 +181,7 @@ async def test_sessions_and_subscriptions_show_the_connected_and_those_at_rest(
 async def test_sessions_at_rest_that_are_shown_have_a_maximum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seam, "AT_REST_SHOWN_MAX", 3)
+    monkeypatch.setattr(showing, "AT_REST_SHOWN_MAX", 3)
     plugins = {"amqtt.plugins.authentication.AnonymousAuthPlugin": {"allow_anonymous": False}}
     async with running(tmp_path, plugins=plugins) as broker:
         for number in range(5):
