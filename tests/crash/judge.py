@@ -149,7 +149,8 @@ class _Filter:
 class _Delivery:
     """One delivery as the subscribing application counts it.
 
-    turn: its place in the order of first arrivals. link: where it arrived last.
+    turn: its place in the order of first arrivals, 0 = it may have had another one before that.
+    link: where it arrived last.
     step: "arrived", "acked" (PUBACK), "received" (PUBREC), "released" (PUBREL), "done" (PUBCOMP).
     """
 
@@ -567,7 +568,7 @@ class _Judge:
 
     def _in_turn(self, session: _Session, delivery: _Delivery, what: str) -> None:
         session.due.pop(delivery.packet_id, None)
-        if delivery.retained or not delivery.message_id:
+        if delivery.retained or not delivery.message_id or not delivery.turn:
             return  # who has no identity cannot be told from the next one with its packet id
         if delivery.turn < session.last_turn:
             self.verdict.add("redelivery", f"{what}: not in its first order")
@@ -576,8 +577,11 @@ class _Judge:
     def _new(self, session: _Session, fact: facts.Delivered) -> None:
         what = f"{fact.client}: {fact.message_id} id {fact.packet_id} at {self.now}"
         session.turns += 1
+        sent = self.sent.get(fact.message_id)
+        is_late = fact.dup and sent is not None and sent.message.expiry_s > 0
+        turn = 0 if is_late else session.turns
         session.open[fact.packet_id] = _Delivery(
-            fact.message_id, fact.packet_id, fact.qos, session.turns, fact.link, fact.retain
+            fact.message_id, fact.packet_id, fact.qos, turn, fact.link, fact.retain
         )
         if fact.retain or not fact.message_id:
             return
@@ -585,7 +589,6 @@ class _Judge:
             session.due_told = True
             ids = [d.message_id for d in session.due.values()]
             self.verdict.add("redelivery", f"{what}: new before {ids[:3]} ({len(ids)}) came again")
-        sent = self.sent.get(fact.message_id)
         if sent is None:
             self.verdict.add("again", f"{what}: nobody sent it")
             return
@@ -595,7 +598,7 @@ class _Judge:
         if times > (1 if message.qos == 2 else sent.times):
             promise = "twice" if message.qos == 2 else "again"
             self.verdict.add(promise, f"{what}: {times} times, sent {sent.times} times")
-        if times == 1 and not sent.is_will and not (fact.dup and message.expiry_s):
+        if times == 1 and not sent.is_will and not is_late:
             key = (message.publisher, message.topic)
             if session.newest.get(key, -1) < message.number:
                 session.newest[key] = message.number

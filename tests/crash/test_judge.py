@@ -326,6 +326,21 @@ def _expired_when_it_was_to_be_sent(story: Story) -> None:
     story.answer(second)
 
 
+def _expired_when_it_was_to_be_sent_and_came_again_twice(story: Story) -> None:
+    first, second = story.message(expiry_s=1), story.message()
+    story.send(first)
+    story.send(second)
+    story.wait(5000)
+    story.arrive(second)
+    for _ in range(2):
+        story.die()
+        story.connect("sub")
+        story.arrive(first, dup=True)
+        story.arrive(second, dup=True)
+    story.answer(first)
+    story.answer(second)
+
+
 def _first_copy_expired(story: Story) -> None:
     first, second = story.message(expiry_s=1), story.message()
     story.send(first, accepted=False)
@@ -353,6 +368,7 @@ def _retained_until_it_expired(story: Story) -> None:
         _message_expired,
         _under_way_when_it_expired,
         _expired_when_it_was_to_be_sent,
+        _expired_when_it_was_to_be_sent_and_came_again_twice,
         _first_copy_expired,
         _retained_until_it_expired,
         _not_accepted,
