@@ -11,7 +11,8 @@ broken promise and not a matter of taste:
   a PINGRESP to a later PINGREQ arrived, and then something that was asked for after that was
   answered out of a commit. Commits are first in, first out, so the settlement was in it;
 * QoS 2 is stricter: once PUBREL arrived, its PUBLISH must never come again, settled or not;
-* a QoS 1 message that its publisher sent k times may be delivered k times, and one that is sent
+* a QoS 1 message that its publisher sent k times may be delivered k times, two of them under one
+  packet id, if the first of these is settled, and one that is sent
   again behind a retained QoS 2 message of its topic may take that one's place: the broker knows
   the QoS 2 message again, but not the QoS 1 message;
 * so a session that subscribed between the two sendings of a QoS 1 message sees only the second,
@@ -480,9 +481,19 @@ class _Judge:
             )
         closed = session.closed.get((fact.message_id, fact.packet_id))
         if fact.dup and closed is not None:
-            self._came_again(session, closed, fact)
-            return
+            may_be_another = self._has_another(session, fact.message_id)
+            if not (closed.settled and may_be_another):
+                if may_be_another:
+                    closed.turn = 0
+                self._came_again(session, closed, fact)
+                return
         self._new(session, fact)
+
+    def _has_another(self, session: _Session, message_id: str) -> bool:
+        """Whether a message was sent more often than it came: another copy of it may have the
+        packet id of one that is finished."""
+        sent = self.sent.get(message_id)
+        return sent is not None and sent.message.qos == 1 and session.times[message_id] < sent.times
 
     def _is_shared(self, session: _Session, fact: facts.Delivered) -> bool:
         """Members have nothing but the marker of their own."""

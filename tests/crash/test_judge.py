@@ -206,6 +206,23 @@ def _sent_twice_and_delivered_twice(story: Story) -> None:
         story.answer(message, packet_id=packet_id)
 
 
+def _sent_twice_and_delivered_twice_under_one_packet_id(story: Story) -> None:
+    first, second = story.message(), story.message()
+    story.send(first, accepted=False)
+    story.connect("pub")
+    story.send(first)
+    story.send(second)
+    story.deliver(first)
+    story.arrive(second)
+    story.settle()
+    story.die()
+    story.connect("sub")
+    story.arrive(second, dup=True)
+    story.arrive(first, dup=True)
+    story.answer(second)
+    story.answer(first)
+
+
 def _pubrec_lost_and_publish_again(story: Story) -> None:
     message = story.message(qos=2)
     story.send(message)
@@ -376,6 +393,7 @@ def _retained_until_it_expired(story: Story) -> None:
         _behind_an_unsubscribe,
         _unsettled_and_redelivered,
         _sent_twice_and_delivered_twice,
+        _sent_twice_and_delivered_twice_under_one_packet_id,
         _pubrec_lost_and_publish_again,
         _retained_qos_1_again_behind_qos_2,
         _subscribed_between_two_sendings,
