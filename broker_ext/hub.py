@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from broker_ext.rekeying import Rekeying
     from broker_ext.session import Session
     from broker_ext.settings import Settings
-    from storage.api import Opened, Store, Will
+    from storage.api import Opened, Outcome, Store, Will
     from storage.clock import Clock
     from storage.errors import ResumeHistoryUnavailable
 
@@ -209,9 +209,10 @@ class Hub:
 
     async def _prune(self) -> None:
         """Delete what nobody needs, and what is beyond the hard caps whoever needs it."""
-        if self.committer.failing_since is not None or self.committer.head == self._pruned_through:
+        if not self._can_delete() or self.committer.head == self._pruned_through:
             return  # it cannot, or there is no history
-        await self.history.checkpoint()
+        if not self.committer.full:
+            await self.history.checkpoint()
         settings = self.settings
         now_ms = self.clock.now_ms()
         before_ms = now_ms - int(settings.retain_for_s * 1000)
@@ -232,7 +233,7 @@ class Hub:
         )
         while True:
             begun_s = self.clock.monotonic()
-            outcome = await self.committer.apply(prune)
+            outcome = await self._delete(prune)
             took_s = self.clock.monotonic() - begun_s
             assert isinstance(outcome, Pruned)
             self.figures.pruned_blocks += outcome.blocks
@@ -241,13 +242,21 @@ class Hub:
                 return
             await asyncio.sleep(took_s)
 
+    def _can_delete(self) -> bool:
+        """Whether the store takes what deletes: when it is full, that makes room."""
+        return self.committer.failing_since is None or self.committer.full
+
+    async def _delete(self, op: Prune | Expire) -> Outcome:
+        committer = self.committer
+        return await (committer.make_room(op) if committer.full else committer.apply(op))
+
     async def _expire(self) -> None:
-        if self.committer.failing_since is not None:
+        if not self._can_delete():
             return
-        while self.retained.expire():
+        while not self.committer.full and self.retained.expire():
             await self.committer.drain()
         while True:
-            gone = await self.committer.apply(Expire(self.clock.now_ms(), EXPIRE_MAX))
+            gone = await self._delete(Expire(self.clock.now_ms(), EXPIRE_MAX))
             assert isinstance(gone, tuple)
             for expired in gone:
                 self.figures.expired += 1

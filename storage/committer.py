@@ -2,6 +2,7 @@
 
 Rule 1. First in, first out. A batch is retried until the store takes it, so an offset that was
         assigned is never given to another entry and nothing that was promised is dropped.
+        Only what makes room for it goes first (``make_room``).
 Rule 2. Who waits for nothing does not hurry: ``lazy`` work (settlements) rides along with the next
         batch, or goes by itself after LAZY_MS. Who answers what was sent (PUBREC) goes with the
         next message while they come close together (``hurry_soon``).
@@ -206,6 +207,24 @@ class Committer:
 
         self.submit(op, done, retry=retry)
         return await future
+
+    async def make_room(self, op: Op) -> Outcome:
+        """Apply an operation that only deletes, and whose place among others does not matter, in
+        front of what waits for room: behind that it would wait for itself. Raises as ``apply``."""
+        future: asyncio.Future[list[Outcome] | BaseException] = self._loop.create_future()
+
+        def done(result: list[Outcome] | BaseException) -> None:
+            if not future.done():
+                future.set_result(result)
+
+        self.store.submit(Batch([], [op], self.clock.now_ms(), self.role), done)
+        result = await future
+        if isinstance(result, BaseException):
+            raise result
+        (outcome,) = result
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
 
     def join(self, participant: Participant, *, lazy: bool) -> None:
         """Have ``participant.collect`` called when the open batch is closed."""

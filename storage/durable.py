@@ -253,7 +253,8 @@ class DurableStore(ABC):
             identity.write(txn)
             return engine.opened(txn, identity, minted, now_ms)
 
-        opened, self._engine = database.write(boot)
+        # nothing can be deleted before it is open, so a full disk must not stop it
+        opened, self._engine = database.write(boot, frees=True)
         Sidecar.of(identity, ends.head, place).write(self._sidecar)
         self._witness_ms = now_ms
         return opened
@@ -334,7 +335,8 @@ class DurableStore(ABC):
         """Apply and commit a batch of a role, or nothing of it."""
         try:
             with self._turn:  # keys do not change from here to the commit
-                return guarded(database, self._seals).write(partial(engine.apply_as_role, batch))
+                work = partial(engine.apply_as_role, batch)
+                return guarded(database, self._seals).write(work, frees=engine.frees(batch))
         except Exception as error:  # noqa: BLE001 - whatever it is, the submitter is told
             return error
 

@@ -122,9 +122,8 @@ class _LmdbDatabase:
         self._file = file
         self._durability = durability
         self._map_lock = Lock()
-        used = 0 if create else file.stat().st_size
-        most = min(MAP_BYTES_MAX, used + shutil.disk_usage(file.parent).free)
-        self._max = map_bytes_max or max(MAP_BYTES, most)
+        self._max = map_bytes_max or self._bytes_that_fit()
+        self._is_max_given = map_bytes_max is not None
         self._env, self._dbs = self._open(create=create)
         self._env.reader_check()
 
@@ -150,6 +149,12 @@ class _LmdbDatabase:
         except BaseException:
             env.close()
             raise
+
+    def _bytes_that_fit(self) -> int:
+        """How long the file may get on the disk as it is now."""
+        used = self._file.stat().st_size if self._file.exists() else 0
+        free = shutil.disk_usage(self._file.parent).free
+        return max(MAP_BYTES, min(MAP_BYTES_MAX, used + free - RESERVE_BYTES))
 
     def _must_be_whole(self, env: lmdb.Environment) -> None:
         """A page behind the end of the file would kill the process (SIGBUS) when it is read.
@@ -183,11 +188,17 @@ class _LmdbDatabase:
                 self._reopen()
                 raise StoreUnavailable(f"{self._file.name}: a write failed midway") from None
             except lmdb.Error as error:
+                if error.code == errno.EIO and self._is_disk_full():
+                    raise StoreFull(f"lmdb: {error}") from error
                 raise _mapped(error) from error
             else:
                 if frees:
                     self._keep_reserve()
                 return result
+
+    def _is_disk_full(self) -> bool:
+        """LMDB says "I/O error" of a write that was cut short because the disk was full."""
+        return shutil.disk_usage(self._file.parent).free < self._env.stat()["psize"]
 
     def _write_once(self, work: Callable[[WriteTxn], T]) -> T:
         txn = self._env.begin(write=True)
@@ -214,6 +225,8 @@ class _LmdbDatabase:
     def _grow(self, *, frees: bool) -> bool:
         """Double the map; False at the maximum."""
         size = self._env.info()["map_size"]
+        if size >= self._max and not self._is_max_given:  # the disk may have room again
+            self._max = max(self._max, self._bytes_that_fit())
         most = self._max + (RESERVE_BYTES if frees else 0)
         if size >= most:
             return False
@@ -288,7 +301,7 @@ class LmdbStore(DurableStore):
     """See storage.durable.DurableStore.
 
     map_bytes_max: the file never gets longer than this (and RESERVE_BYTES); None = the smaller of
-        64 GiB and what the disk has free when the store is opened.
+        64 GiB and what the disk has free.
     """
 
     name = "lmdb"

@@ -12,12 +12,18 @@ takes its lock at the start, so nothing of it was done yet.
 Checkpoints. The write-ahead log is copied into the database by a third connection that waits for
 nobody, while commits go on; what was committed meanwhile is little, and the writer copies it
 between two commits, so that the log can start anew.
+
+A full disk. To delete, SQLite needs room: in the log, and for what of the log has no place in the
+database yet. So when less than MARGIN_BYTES are free the store is full for all but batches that
+only make room; and when there is little more, the writer copies the log after every LOW_LOG_BYTES,
+so that no more than that ever needs a place. What becomes free goes back to the disk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sqlite3
 from functools import partial
 from pathlib import Path
@@ -53,10 +59,18 @@ CHECKPOINT_BYTES: Final = 64 << 20
 PAGE_BYTES: Final = 4096
 """What a row costs in the log besides its value, whatever its size: commits write whole pages."""
 
+MARGIN_BYTES: Final = 8 << 20
+"""Kept free on the disk for batches that make room, or a quarter of a disk that is small: a Prune
+of 16 blocks of 256 KiB that are overwritten, and LOW_LOG_BYTES to be copied."""
+LOW_DISK_BYTES: Final = 2 * CHECKPOINT_BYTES + MARGIN_BYTES
+LOW_LOG_BYTES: Final = 1 << 20
+
 log = logging.getLogger("amqtt_durable.store")
 
 VACUUM_PAGES: Final = 512
 """Given back at a time, 2 MiB: twice what a Prune of 64 blocks of small entries frees."""
+LOW_VACUUM_PAGES: Final = 64
+"""The same between two checkpoints, when the disk has little room."""
 
 _MAGIC: Final = b"SQLite format 3\x00"
 """How each file of SQLite begins."""
@@ -151,9 +165,16 @@ class _Txn:
 class _SqliteDatabase:
     """storage.kv.Database over a connection, in the connection's thread."""
 
-    def __init__(self, connection: sqlite3.Connection, turn: RLock | None = None) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        turn: RLock | None = None,
+        directory: Path | None = None,
+    ) -> None:
+        """directory: on a disk that may fill up; None = nobody looks."""
         self._connection = connection
         self._turn = turn or RLock()
+        self._directory = directory
         self.unchecked_bytes = 0
 
     def prepare(
@@ -201,6 +222,9 @@ class _SqliteDatabase:
 
     def _write(self, work: Callable[[WriteTxn], T], *, frees: bool) -> T:
         connection = self._connection
+        is_low, is_full = self._room()
+        if is_full and not frees:
+            raise StoreFull("the disk has only the room left that deleting needs")
         try:
             if connection.in_transaction:  # a ROLLBACK that failed with the disk
                 connection.execute(_ROLLBACK)
@@ -216,9 +240,23 @@ class _SqliteDatabase:
         except sqlite3.Error as error:
             raise _mapped(error) from error
         self.unchecked_bytes += txn.written_bytes
+        if is_low and (frees or self.unchecked_bytes > LOW_LOG_BYTES):
+            self.checkpoint()
         if frees:
-            self._give_back()
+            self._give_back(is_low=is_low, is_full=is_full)
         return result
+
+    def _room(self) -> tuple[bool, bool]:
+        """Whether the disk has little room, and whether none is left but what is kept back."""
+        if self._directory is None:
+            return False, False
+        try:
+            disk = os.statvfs(self._directory)
+        except OSError:
+            return False, False  # whoever writes finds out
+        free = disk.f_frsize * disk.f_bavail
+        margin = min(MARGIN_BYTES, disk.f_frsize * disk.f_blocks // 4)
+        return free < LOW_DISK_BYTES, free < margin
 
     def checkpoint(self) -> None:
         """Copy what can be copied from the write-ahead log. Nothing depends on it."""
@@ -229,17 +267,28 @@ class _SqliteDatabase:
             # everything stays readable from the log, and the next checkpoint tries again
             log.warning("no checkpoint: %s", error)
 
-    def _give_back(self) -> None:
-        """Give free pages back to the disk, unless they are few: those are soon used again."""
+    def _give_back(self, *, is_low: bool, is_full: bool) -> None:
+        """Give free pages back to the disk, unless they are few and it has room: those are soon
+        used again. They are copied to the log first; if the disk is low, a few at a time."""
         execute = self._connection.execute
+        step = LOW_VACUUM_PAGES if is_low else VACUUM_PAGES
         try:
             (free,) = execute(_SQL["free_pages"]).fetchone()
             (pages,) = execute(_SQL["pages"]).fetchone()
-            if free > max(VACUUM_PAGES, pages // 4):
-                execute(_SQL["vacuum"].format(pages=VACUUM_PAGES)).fetchall()
+            if free <= max(VACUUM_PAGES, pages // 4) and not is_full:
+                return
+            for _ in range(0, min(free, VACUUM_PAGES), step):
+                self._run_to_its_end(_SQL["vacuum"].format(pages=step))
+                if is_low:
+                    self.checkpoint()
         except sqlite3.Error as error:
             # the batch is committed, whatever happens here; the next one tries again
             log.warning("no vacuum: %s", error)
+
+    def _run_to_its_end(self, sql: str) -> None:
+        """A vacuum gives a row without columns after each page, and ``execute`` with ``fetchall``
+        stops at the first one."""
+        self._connection.executescript(sql)
 
     def read(self, work: Callable[[ReadTxn], T]) -> T:
         """See storage.kv.Database. In the reader's thread, or the writer's before there is one."""
@@ -258,7 +307,7 @@ class _SqliteDatabase:
         """See storage.kv.Database: give back all free pages, and empty the write-ahead log."""
         execute = self._connection.execute
         try:
-            execute(_SQL["vacuum_all"]).fetchall()
+            self._run_to_its_end(_SQL["vacuum_all"])
             execute(_SQL["checkpoint_all"]).fetchall()
         except sqlite3.Error as error:
             # what is left is written over sooner or later
@@ -319,6 +368,7 @@ class _Worker:
     def __init__(self, file: Path, turn: RLock, *, create: bool) -> None:
         self._jobs = Jobs()
         self._turn = turn
+        self._directory = file.parent
         self._serving: asyncio.Task[None] | None = None
         self.database: _SqliteDatabase
         self._aio = aiosqlite.connect(
@@ -337,7 +387,8 @@ class _Worker:
     def _made(self, *args: Any, **kwargs: Any) -> sqlite3.Connection:
         connection = _Connection(*args, **kwargs)
         connection.jobs = self._jobs
-        connection.database = self.database = _SqliteDatabase(connection, self._turn)
+        self.database = _SqliteDatabase(connection, self._turn, self._directory)
+        connection.database = self.database
         return connection
 
     async def start(self) -> None:

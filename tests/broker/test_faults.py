@@ -50,6 +50,41 @@ async def test_while_the_disk_is_full_nothing_is_acknowledged_and_the_rest_goes_
     assert "writes again" in said[1]
 
 
+async def test_a_full_disk_has_room_again_when_history_is_old_enough_to_be_pruned() -> None:
+    async with running(max_age_s=60.0) as broker:
+        await broker.sleeper(b"s", b"#")
+        publisher = await broker.connect(b"p", clean=True)
+        await publisher.deliver(b"a", b"1")
+        broker.store.fill()
+        publisher.publish(b"a", b"2")
+        await publisher.quiet()
+        await broker.turns(lambda: broker.hub.committer.full)
+        await broker.hub._prune()
+        assert broker.hub.figures.pruned_blocks == 0
+        assert broker.hub.committer.full
+        broker.clock.advance(ms=61_000)
+        await broker.hub._prune()
+        assert broker.hub.figures.pruned_blocks == 1
+        assert await publisher.next(Puback)
+        assert await broker.history() == [b"2"]
+
+
+async def test_a_full_disk_has_room_again_when_a_session_has_expired() -> None:
+    async with running(session_expiry_interval_s=60) as broker:
+        await broker.sleeper(b"s", b"#")
+        stays = await broker.subscriber(b"t", b"#")
+        publisher = await broker.connect(b"p", clean=True)
+        broker.store.fill()
+        publisher.publish(b"a", b"1")
+        await publisher.quiet()
+        await broker.turns(lambda: broker.hub.committer.full)
+        broker.clock.advance(ms=61_000)
+        await broker.hub._expire()
+        assert broker.hub.figures.expired == 1
+        assert await publisher.next(Puback)
+        assert await stays.payloads(1) == [b"1"]
+
+
 async def test_what_was_acknowledged_before_a_failure_is_not_lost(broker: Broker) -> None:
     await broker.sleeper(b"s", b"#")
     publisher = await broker.connect(b"p", clean=True)

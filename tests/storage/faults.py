@@ -15,6 +15,10 @@ from collections import deque
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
+from storage.api import Pruned
+from storage.engine import frees
+from storage.errors import StoreFull
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
@@ -38,6 +42,10 @@ __all__ = ["FaultyStore", "Gate", "crash", "lose_tail", "restore"]
 
 T = TypeVar("T")
 Result: TypeAlias = "list[Outcome] | BaseException"
+
+
+def _has_deleted(outcome: Outcome) -> bool:
+    return bool(outcome.blocks if isinstance(outcome, Pruned) else outcome)
 
 
 class Gate:
@@ -96,6 +104,7 @@ class FaultyStore:
         self.applied: list[Batch] = []
         self.reads = 0
         self.delay_s = 0.0
+        self._is_full = False
         self._submits = 0
         self._errors: dict[int, BaseException] = {}
         self._gates: dict[int, Gate] = {}
@@ -112,6 +121,10 @@ class FaultyStore:
         """Have the nth submit from now, and the ``times - 1`` after it, fail unapplied."""
         first = self._submits + nth
         self._errors.update((number, error) for number in range(first, first + times))
+
+    def fill(self) -> None:
+        """Have every batch fail that does not only delete, until one of those has deleted."""
+        self._is_full = True
 
     def hang_submit(self, *, nth: int = 1) -> Gate:
         """Have the nth submit from now hang, and with it those behind it."""
@@ -135,6 +148,7 @@ class FaultyStore:
         """Forget every fault that has not happened yet, and release what hangs."""
         self._errors.clear()
         self._read_errors.clear()
+        self._is_full = False
         self.delay_s = 0.0
         for gate in (*self._gates.values(), *self._read_gates.values()):
             gate.release()
@@ -149,6 +163,8 @@ class FaultyStore:
         self.batches.append(batch)
         gate = self._gates.get(self._submits)
         error = self._errors.pop(self._submits, None)
+        if self._is_full and not frees(batch):
+            error = StoreFull("no space")
         waiting = _Waiting(batch, done, gate, error)
         if self._pump is None and gate is None and error is None and not self.delay_s:
             self._pass_on(waiting)
@@ -167,6 +183,7 @@ class FaultyStore:
                 self._quiet.set()
             if not isinstance(result, BaseException):
                 self.applied.append(waiting.batch)
+                self._is_full = self._is_full and not any(map(_has_deleted, result))
             waiting.done(result)
 
         self.inner.submit(waiting.batch, done)

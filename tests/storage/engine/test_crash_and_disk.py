@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import closing
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -16,12 +18,16 @@ from storage.api import Batch, Prune
 from storage.errors import StoreFull
 from storage.lmdb_store import MAP_BYTES
 from storage.outbox import State
+from storage.sqlite_store import _SqliteDatabase
 from tests.storage.engine.raw import Files
 from tests.storage.engine.writer import PER_BATCH
 from tests.storage.harness import message
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+ALONE = ["unshare", "--mount", "--user", "--map-root-user", "--", "sh", "-c"]
+"""Run something that may mount what nobody else sees."""
 
 
 def writer(files: Files, what: str) -> subprocess.Popen[bytes]:
@@ -89,6 +95,54 @@ async def test_a_full_disk_refuses_batches_whole_and_goes_on_when_there_is_room(
     db = files.database()
     assert (await db.open()).log.head == int(head)
     assert len(await db.read_all(0, lambda _: 1)) == int(head)
+    await db.stop()
+
+
+@pytest.mark.case("HK-19")
+def test_a_disk_that_is_full_has_room_again_when_history_is_pruned(files: Files) -> None:
+    """On a file system of its own, 48 MiB, where this process may make one."""
+    files.directory.mkdir()
+    what = f"mount -t tmpfs -o size=48m tmpfs {files.directory} && exec "
+    if subprocess.call([*ALONE, f"{what} true"], stderr=subprocess.DEVNULL):
+        pytest.skip("no file system can be mounted here")
+    arguments = f"-m tests.storage.engine.writer {files.kind} {files.directory} prune"
+    command = [*ALONE, f"{what} {sys.executable} {arguments}"]
+    out = subprocess.check_output(command, timeout=60)
+    *floors, head = map(int, out.split())
+    assert floors == [0, 0]
+    assert head > 40 << 20 >> 13
+
+
+async def test_what_is_pruned_is_given_back_to_the_disk(tmp_path: Path) -> None:
+    files = Files("sqlite", tmp_path)
+    db = files.database()
+    await db.open()
+    for _ in range(16):
+        await db.append(message(payload=bytes(1 << 20)))
+    await db.reopen()
+    assert files.file.stat().st_size > 16 << 20
+    for _ in range(10):
+        await db.write(Prune(15, 0, 1000))
+    await db.stop()
+    assert files.file.stat().st_size < 6 << 20, "all but a quarter"
+    with closing(sqlite3.connect(files.file, isolation_level=None)) as connection:
+        assert connection.execute("PRAGMA freelist_count").fetchone() > (0,)
+        _SqliteDatabase(connection).scrub()
+        assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
+
+
+async def test_a_map_that_was_opened_on_a_full_disk_grows_when_that_has_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 0
+    monkeypatch.setattr("storage.lmdb_store.MAP_BYTES", 1 << 20)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free))
+    db = Files("lmdb", tmp_path).database()
+    await db.open()
+    with pytest.raises(StoreFull, match="maximum"):
+        await db.append(message(payload=bytes(4 << 20)))
+    free = 1 << 30
+    await db.append(message(payload=bytes(4 << 20)))
     await db.stop()
 
 

@@ -2,6 +2,7 @@
 
     writer.py KIND DIRECTORY kill      append for ever, tell each head that was committed
     writer.py KIND DIRECTORY full      append until the disk is full, then with room again
+    writer.py KIND DIRECTORY prune     on a small disk: append until it is full, prune, append
     writer.py KIND DIRECTORY outbox    enqueue, claim and settle for ever, through the handles of
                                        roles, while it appends; tell what became of which message
 
@@ -17,10 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from storage import open_store
-from storage.api import Acquire, Acquired, Advance, Batch, Claim, Delivery, Entry, Subscribe
+from storage.api import (
+    Acquire,
+    Acquired,
+    Advance,
+    Batch,
+    Claim,
+    Delivery,
+    Entry,
+    Prune,
+    Pruned,
+    Subscribe,
+)
 from storage.api import Subscription as Sub
 from storage.clock import SystemClock
-from storage.errors import StoreUnavailable
+from storage.errors import StoreFull, StoreUnavailable
 from storage.outbox import Failure
 from storage.roles import Handles
 
@@ -109,6 +121,26 @@ async def full(writer: Writer) -> None:
     await writer.store.close()
 
 
+async def prune(writer: Writer) -> None:
+    for _ in range(2):
+        try:
+            while True:
+                await writer.step(payload_bytes=8_000)
+        except StoreFull:
+            pass
+        through = writer.head // 2
+        outcome = Pruned(0, 0, 0, more=True)
+        while outcome.more:
+            (pruned,) = await writer.submit(Batch([], [Prune(through, 0, 16)], 1))
+            assert isinstance(pruned, Pruned)
+            outcome = pruned
+        print(outcome.floor - through, flush=True)  # noqa: T201
+        for _ in range(10):
+            await writer.step(payload_bytes=8_000)
+    print(writer.head, flush=True)  # noqa: T201
+    await writer.store.close()
+
+
 async def outbox(writer: Writer) -> None:
     handles = Handles(writer.store, SystemClock())
 
@@ -145,7 +177,7 @@ async def main() -> None:
     assert kind in ("lmdb", "sqlite")
     writer = Writer(open_store(kind, Path(directory)))  # type: ignore[arg-type]
     await writer.start()
-    await {"kill": kill, "full": full, "outbox": outbox}[what](writer)
+    await {"kill": kill, "full": full, "prune": prune, "outbox": outbox}[what](writer)
 
 
 if __name__ == "__main__":
