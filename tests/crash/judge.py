@@ -503,14 +503,16 @@ class _Judge:
         return sent is None or sent.message.topic.startswith(self.anchor)
 
     def _shared(self, fact: facts.Delivered) -> None:
-        """A delivery to a member of the group."""
+        """A delivery to a member of the group. is_back: another member had it since this one; it is
+        a first delivery again, and may have the packet id that it had."""
         group, key = self.group, (fact.client, fact.packet_id)
         what = f"{fact.client}: {fact.message_id} id {fact.packet_id} at {self.now}, shared"
         before = group.open.get(key)
         if before is not None and before.link == fact.link:
             promise = "redelivery" if before.message_id == fact.message_id else "reused"
             self.verdict.add(promise, f"{what}: {before.message_id} ({before.step})")
-        if before is not None and before.message_id == fact.message_id != "":
+        is_back = not fact.dup and group.had[fact.message_id][-1:] != [before]
+        if before is not None and before.message_id == fact.message_id != "" and not is_back:
             self.verdict.counts["redelivered"] += 1
             if not fact.dup:
                 self.verdict.add("redelivery", f"{what}: without DUP")

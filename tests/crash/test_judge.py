@@ -790,6 +790,17 @@ def _handed_on(crew: Crew) -> None:
     crew.finish("one")
 
 
+def _handed_on_and_back_under_the_same_packet_id(crew: Crew) -> None:
+    message = crew.message()
+    crew.send(message)
+    crew.give("one", message)
+    crew.connect("one")
+    crew.give("two", message)
+    crew.connect("two")
+    crew.give("one", message)
+    crew.finish("one")
+
+
 def _waits_for_its_member(crew: Crew) -> None:
     message = crew.message(qos=2)
     crew.send(message)
@@ -864,6 +875,7 @@ def _without_dup_in_the_group(crew: Crew) -> None:
     [
         ("", _one_each),
         ("", _handed_on),
+        ("", _handed_on_and_back_under_the_same_packet_id),
         ("", _waits_for_its_member),
         ("lost", _left_alone),
         ("", _read_by_who_has_left),
