@@ -1,6 +1,7 @@
 """Operations on consumers: each reads one record, checks its fence, and changes its rows.
 
-Rule 1. A refusal is raised before the first change; so a refused operation changed nothing.
+Rule 1. A refusal is raised before the first change; so a refused operation changed nothing. What
+        may be damaged is read before that, too (``tests/storage/engine/test_refusals.py``).
 Rule 2. ``_save`` is the last step: it brings the rows that are found by something else than the
         consumer (position, expiry, attached) in line with the record, then writes the record.
 Rule 3. A row in Space.POSITION is at or below what its consumer needs. It may lag, which only
@@ -9,6 +10,7 @@ Rule 3. A row in Space.POSITION is at or below what its consumer needs. It may l
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from operator import itemgetter
@@ -50,7 +52,7 @@ from storage.records import (
 from storage.retention import Marks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Container, Iterable, Iterator
 
     from storage.api import Loss
     from storage.history import History
@@ -126,11 +128,12 @@ def page(txn: ReadTxn, after: bytes | None, limit: int) -> list[Record]:
     return found
 
 
-def claims_of(txn: ReadTxn, consumer_id: int) -> list[Claim]:
-    """In the order they were made."""
+def claims_of(txn: ReadTxn, consumer_id: int, but: Container[int] = ()) -> list[Claim]:
+    """In the order they were made. but: numbers of claims that are not looked at."""
     return [
-        decode_claim(consumer_id, int.from_bytes(number, "big"), raw)
-        for number, raw in rows_of(txn, Space.CLAIM, consumer_id)
+        decode_claim(consumer_id, number, raw)
+        for packed, raw in rows_of(txn, Space.CLAIM, consumer_id)
+        if (number := int.from_bytes(packed, "big")) not in but
     ]
 
 
@@ -225,16 +228,26 @@ def _save(txn: WriteTxn, record: Record) -> None:
 
 def needed_after(txn: ReadTxn, record: Record) -> int:
     """What is above this offset is needed; NONE = nothing is."""
-    unsettled = lowest_unsettled(claims_of(txn, record.id))
+    return _needed(record, _unsettled(txn, record))
+
+
+def _unsettled(txn: ReadTxn, record: Record) -> int:
+    return lowest_unsettled(claims_of(txn, record.id))
+
+
+def _needed(record: Record, unsettled: int) -> int:
     before = NONE if unsettled == NONE else unsettled - 1
     if record.durable:
         return min(before, max(record.cursor, record.needed_from))
     return before
 
 
-def _checkpoint(txn: WriteTxn, record: Record) -> None:
-    """Bring the retention index up to the record. The record is saved afterwards."""
-    position = needed_after(txn, record)
+def _checkpoint(txn: WriteTxn, record: Record, unsettled: int) -> None:
+    """Bring the retention index up to the record. The record is saved afterwards.
+
+    unsettled: lowest offset of its deliveries, NONE = there are none.
+    """
+    position = _needed(record, unsettled)
     if position == record.indexed:
         return
     if record.indexed != NONE:
@@ -278,13 +291,14 @@ def acquire(txn: WriteTxn, history: History, op: Acquire) -> Acquired:
         if not op.create:
             return Acquired(False, None, log, dropped, dropped_id)
         record = _new(txn, history, op)
+    found = read_snapshot(txn, history.ends, record)
     record.user = op.user
     record.incarnation = op.incarnation
     record.version = op.version
     _set_presence(txn, record, detached_ms=0, expiry_s=op.expiry_s)
-    _checkpoint(txn, record)
+    _checkpoint(txn, record, lowest_unsettled(found.claims))
     _save(txn, record)
-    found = read_snapshot(txn, history.ends, record)
+    found = replace(found, consumer=record.consumer)
     return Acquired(existed, found, log, dropped, dropped_id)
 
 
@@ -311,9 +325,14 @@ def advance(txn: WriteTxn, _: History, op: Advance) -> None:
     _must_hold(txn, record, op)
     lowest = record.cursor if op.cursor is None else op.cursor
     for claim in op.claims:
+        lowest = min(lowest, min(map(_OFFSET, claim.deliveries), default=NONE) - 1)
+    unsettled = None
+    if op.checkpoint or lowest < record.indexed:
+        changed = {*op.settled, *(claim.number for claim in op.claims)}
+        unsettled = lowest_unsettled([*claims_of(txn, number, changed), *op.claims])
+    for claim in op.claims:
         txn.put(Space.CLAIM, U64_U64.pack(number, claim.number), encode_claim(number, claim))
         record.next_claim = max(record.next_claim, claim.number + 1)
-        lowest = min(lowest, min(map(_OFFSET, claim.deliveries), default=NONE) - 1)
     for settled in op.settled:
         txn.delete(Space.CLAIM, U64_U64.pack(number, settled))
     if op.held or op.unheld:
@@ -328,8 +347,8 @@ def advance(txn: WriteTxn, _: History, op: Advance) -> None:
         record.next_packet_id = op.next_packet_id
     if op.enqueue or op.dead:
         outbox.add(txn, op.enqueue, op.dead, record.client_id)
-    if op.checkpoint or lowest < record.indexed:
-        _checkpoint(txn, record)
+    if unsettled is not None:
+        _checkpoint(txn, record, unsettled)
     _save(txn, record)
 
 
@@ -352,12 +371,14 @@ def _hold(txn: WriteTxn, record: Record, op: Advance) -> None:
 def subscribe(txn: WriteTxn, _: History, op: Subscribe) -> None:
     """See storage.api.Subscribe."""
     record = _owned(txn, op.consumer_id, op.incarnation)
+    subs = _by_filter(txn, record)
+    unsettled = _unsettled(txn, record)
     for wanted in op.subscriptions:
-        before = _subscription(txn, record.id, wanted.filter)
+        before = subs.get(wanted.filter)
         from_offset = wanted.from_offset
         if before is not None and before.qos > 0:
             from_offset = min(before.from_offset, from_offset)
-        sub = wanted._replace(from_offset=from_offset)
+        subs[wanted.filter] = sub = wanted._replace(from_offset=from_offset)
         txn.put(
             Space.SUBSCRIPTION,
             U64.pack(record.id) + filter_hash(sub.filter),
@@ -365,30 +386,31 @@ def subscribe(txn: WriteTxn, _: History, op: Subscribe) -> None:
         )
         _count(txn, record, before, -1)
         _count(txn, record, sub, +1)
-    _note_needed(txn, record)
-    _checkpoint(txn, record)
+    record.needed_from = _needed_from(subs.values())
+    _checkpoint(txn, record, unsettled)
     _save(txn, record)
 
 
 def unsubscribe(txn: WriteTxn, _: History, op: Unsubscribe) -> tuple[bool, ...]:
     """See storage.api.Unsubscribe."""
     record = _owned(txn, op.consumer_id, op.incarnation)
+    subs = _by_filter(txn, record)
+    unsettled = _unsettled(txn, record)
     was_there: list[bool] = []
     for unwanted in op.filters:
-        before = _subscription(txn, record.id, unwanted)
+        before = subs.pop(unwanted, None)
         was_there.append(before is not None)
         if before is not None:
             txn.delete(Space.SUBSCRIPTION, U64.pack(record.id) + filter_hash(unwanted))
             _count(txn, record, before, -1)
-    _note_needed(txn, record)
-    _checkpoint(txn, record)
+    record.needed_from = _needed_from(subs.values())
+    _checkpoint(txn, record, unsettled)
     _save(txn, record)
     return tuple(was_there)
 
 
-def _subscription(txn: ReadTxn, consumer_id: int, topic_filter: bytes) -> Subscription | None:
-    raw = txn.get(Space.SUBSCRIPTION, U64.pack(consumer_id) + filter_hash(topic_filter))
-    return None if raw is None else decode_subscription(consumer_id, raw)
+def _by_filter(txn: ReadTxn, record: Record) -> dict[bytes, Subscription]:
+    return {sub.filter: sub for sub in subscriptions_of(txn, record.id)}
 
 
 def _count(txn: WriteTxn, record: Record, sub: Subscription | None, by: int) -> None:
@@ -406,9 +428,8 @@ def _count(txn: WriteTxn, record: Record, sub: Subscription | None, by: int) -> 
         txn.delete(Space.FILTER, key)
 
 
-def _note_needed(txn: ReadTxn, record: Record) -> None:
-    subs = subscriptions_of(txn, record.id) if record.durable else ()
-    record.needed_from = min((sub.from_offset for sub in subs if needs(sub)), default=0)
+def _needed_from(subs: Iterable[Subscription]) -> int:
+    return min((sub.from_offset for sub in subs if needs(sub)), default=0)
 
 
 def bind(txn: WriteTxn, history: History, op: Bind) -> None:
@@ -416,17 +437,18 @@ def bind(txn: WriteTxn, history: History, op: Bind) -> None:
     record = _owned(txn, op.consumer_id, op.incarnation)
     record.generation = bytes.fromhex(history.identity.generation)
     record.cursor = op.cursor
-    _checkpoint(txn, record)
+    _checkpoint(txn, record, _unsettled(txn, record))
     _save(txn, record)
 
 
 def detach(txn: WriteTxn, _: History, op: Detach) -> None:
     """See storage.api.Detach."""
     record = _owned(txn, op.consumer_id, op.incarnation)
+    unsettled = _unsettled(txn, record)
     keep = op.keep_expiry and op.expiry_s is None
     expiry_s = record.consumer.expiry_s if keep else op.expiry_s
     _set_presence(txn, record, detached_ms=op.now_ms, expiry_s=expiry_s)
-    _checkpoint(txn, record)
+    _checkpoint(txn, record, unsettled)
     _save(txn, record)
 
 
@@ -440,10 +462,10 @@ def put_anew(txn: WriteTxn, record: Record, subscriptions: list[Subscription]) -
         key = U64.pack(record.id) + filter_hash(sub.filter)
         txn.put(Space.SUBSCRIPTION, key, encode_subscription(record.id, sub))
         _count(txn, record, sub, +1)
-    _note_needed(txn, record)
+    record.needed_from = _needed_from(subscriptions)
     expiry_s = record.consumer.expiry_s
     _set_presence(txn, record, detached_ms=record.detached_ms, expiry_s=expiry_s)
-    _checkpoint(txn, record)
+    _checkpoint(txn, record, _unsettled(txn, record))
     _save(txn, record)
 
 
@@ -472,12 +494,13 @@ def expire(txn: WriteTxn, _: History, op: Expire) -> tuple[Expired, ...]:
     for key, _value in list(over):
         try:
             record = load(txn, int.from_bytes(key[8:], "big"))
+            filters = None if record is None else _delete(txn, record)
         except RecordDamaged:
             record = None  # check() tells; its row goes, so that it does not hold up the others
-        if record is None:
+        if record is None or filters is None:
             txn.delete(Space.EXPIRY, key)
         else:
-            gone.append(Expired(record.client_id, _delete(txn, record), record.id))
+            gone.append(Expired(record.client_id, filters, record.id))
     return tuple(gone)
 
 
