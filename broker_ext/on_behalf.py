@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from broker_ext.settings import Settings
     from storage.api import Outcome
 
-__all__ = ["could_subscribe", "subscribe"]
+__all__ = ["STRING_BYTES_MAX", "could_subscribe", "subscribe"]
 
 log = logging.getLogger("amqtt_durable.on_behalf")
 

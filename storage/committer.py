@@ -23,7 +23,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 from storage.api import Batch, Entry, Op, Outcome, Retain, Store, StoreWill
 from storage.errors import StoreError, StoreFull, StoreUnavailable
@@ -87,6 +87,15 @@ class _Open:
         self.retry = [True] * len(keep)
         for done in gone:
             _call(done, error)
+
+
+class _Part(NamedTuple):
+    """Of a batch that is taken apart: its entries, or one of its operations."""
+
+    entries: list[Entry]
+    op: Op | None
+    done: Done
+    retry: bool
 
 
 def _message_bytes(message: Entry) -> int:
@@ -360,15 +369,7 @@ class Committer:
             log.error("a write failed for an unexpected reason", exc_info=error)
             self._take_apart(batch)
             return
-        told = error if isinstance(error, StoreError) else StoreUnavailable("write failed")
-        if self.failing_since is None:
-            self.failing_since = self.clock.monotonic()
-            log.error(
-                "the store cannot write (%s): nothing is acknowledged until it can; retrying", told
-            )
-            if self.on_health is not None:
-                self.on_health(told)
-        self.full = isinstance(told, StoreFull)
+        told = self._cannot_write(error)
         batch.fail_impatient(told)
         self._open.fail_impatient(told)
         if self._closed:
@@ -376,6 +377,21 @@ class Committer:
         self._loop.call_later(self._retry_ms / 1000, self._retry, batch)
         self._retry_ms = min(self._retry_ms * 2, RETRY_MS_MAX)
         self.over = self._bytes + self._open.appended_bytes > self.bytes_max
+
+    def _cannot_write(self, error: BaseException) -> StoreError:
+        """Note it, and say it once."""
+        told = error if isinstance(error, StoreError) else StoreUnavailable("write failed")
+        if self.failing_since is None:
+            self.failing_since = self.clock.monotonic()
+            log.error(
+                "the store cannot write (%s): nothing is acknowledged until it can; retrying",
+                told,
+                exc_info=None if told is error else error,
+            )
+            if self.on_health is not None:
+                self.on_health(told)
+        self.full = isinstance(told, StoreFull)
+        return told
 
     def _retry(self, batch: _Open) -> None:
         if self._closed:
@@ -396,36 +412,44 @@ class Committer:
 
     def _take_apart(self, batch: _Open) -> None:
         """One operation is poison: apply the entries, then each operation by itself."""
-        parts: deque[tuple[list[Entry], Op | None, Done]] = deque(
-            ([], op, done) for op, done in zip(batch.ops, batch.done, strict=True)
+        parts: deque[_Part] = deque(
+            _Part([], op, done, retry)
+            for op, done, retry in zip(batch.ops, batch.done, batch.retry, strict=True)
         )
         if batch.entries:
-            parts.appendleft((batch.entries, None, lambda _: None))
+            parts.appendleft(_Part(batch.entries, None, lambda _: None, retry=True))
         batch.ops, batch.done, batch.retry = [], [], []
 
         def step(result: list[Outcome] | BaseException) -> None:
-            entries, op, done = parts[0]
+            part = parts[0]
             if isinstance(result, StoreUnavailable) or (
-                isinstance(result, BaseException) and op is None
+                isinstance(result, BaseException) and part.op is None
             ):
+                told = self._cannot_write(result)
+                impatient = [one for one in parts if not one.retry]
+                patient = [one for one in parts if one.retry]
+                parts.clear()
+                parts.extend(patient)
+                for one in impatient:
+                    _call(one.done, told)
+                self._open.fail_impatient(told)
                 if not self._closed:
                     self._loop.call_later(RETRY_MS_MAX / 1000, send)
                 return
             if isinstance(result, BaseException):
-                _call(done, result)
-            elif op is not None:
-                _call(done, result[0])
-            if entries:
-                self.head = entries[-1].offset
+                _call(part.done, result)
+            elif part.op is not None:
+                _call(part.done, result[0])
+            if part.entries:
+                self.head = part.entries[-1].offset
             parts.popleft()
             send()
 
         def send() -> None:
             if not parts:
-                batch.entries = []
                 self._done(batch, [])
                 return
-            entries, op, _ = parts[0]
+            entries, op, _, _ = parts[0]
             self.store.submit(
                 Batch(entries, [op] if op is not None else [], self.clock.now_ms(), self.role), step
             )

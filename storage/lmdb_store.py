@@ -51,6 +51,8 @@ MAP_BYTES_MAX: Final = 64 << 30
 RESERVE_BYTES: Final = 4 << 20
 """Kept back for batches that make room: copies of the pages that a Prune of 64 blocks touches."""
 
+PAGE_BYTES: Final = 4096
+
 UNWRITTEN_BYTES_MAX: Final = 1 << 20
 """Pages at the end of a file that may be missing without harm; see _must_be_whole."""
 
@@ -122,6 +124,8 @@ class _LmdbDatabase:
         self._file = file
         self._durability = durability
         self._map_lock = Lock()
+        self._lost_map_bytes = 0
+        """The size of the map, while the environment is closed and could not be opened again."""
         self._max = map_bytes_max or self._bytes_that_fit()
         self._is_max_given = map_bytes_max is not None
         self._env, self._dbs = self._open(create=create)
@@ -175,6 +179,8 @@ class _LmdbDatabase:
         is_turned = False
         while True:
             try:
+                if self._lost_map_bytes:
+                    self._reopen()
                 result = self._write_once(work)
             except lmdb.MapFullError:
                 if self._grow(frees=frees):
@@ -185,8 +191,12 @@ class _LmdbDatabase:
                 self._turn_over()
                 is_turned = True
             except lmdb.PanicError:
-                self._reopen()
+                self._lose()
+                with suppress(lmdb.Error, OSError):  # then the next write tries
+                    self._reopen()
                 raise StoreUnavailable(f"{self._file.name}: a write failed midway") from None
+            except OSError as error:
+                raise StoreUnavailable(f"{self._file.name}: {error.strerror}") from error
             except lmdb.Error as error:
                 if error.code == errno.EIO and self._is_disk_full():
                     raise StoreFull(f"lmdb: {error}") from error
@@ -198,7 +208,7 @@ class _LmdbDatabase:
 
     def _is_disk_full(self) -> bool:
         """LMDB says "I/O error" of a write that was cut short because the disk was full."""
-        return shutil.disk_usage(self._file.parent).free < self._env.stat()["psize"]
+        return shutil.disk_usage(self._file.parent).free < PAGE_BYTES
 
     def _write_once(self, work: Callable[[WriteTxn], T]) -> T:
         txn = self._env.begin(write=True)
@@ -213,6 +223,8 @@ class _LmdbDatabase:
     def read(self, work: Callable[[ReadTxn], T]) -> T:
         """See storage.kv.Database. In the reader's thread, or the writer's before there is one."""
         with self._map_lock:
+            if self._lost_map_bytes:
+                raise StoreUnavailable(f"{self._file.name}: it is not open")
             try:
                 txn = self._env.begin()
                 try:
@@ -256,13 +268,22 @@ class _LmdbDatabase:
         with self._map_lock:
             self._env.set_mapsize(size)
 
-    def _reopen(self) -> None:
+    def _lose(self) -> None:
         """LMDB refuses everything after it could not write its meta page, until it is reopened."""
         with self._map_lock:
-            size = self._env.info()["map_size"]
+            self._lost_map_bytes = self._env.info()["map_size"]
             self._env.close()
-            self._env, self._dbs = self._open(create=False)
-            self._env.set_mapsize(size)
+
+    def _reopen(self) -> None:
+        with self._map_lock:
+            env, dbs = self._open(create=False)
+            try:
+                env.set_mapsize(self._lost_map_bytes)
+            except BaseException:
+                env.close()
+                raise
+            self._env, self._dbs = env, dbs
+            self._lost_map_bytes = 0
 
     def scrub(self) -> None:
         """See storage.kv.Database. Free pages keep what was in them until they are used again."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from amqtt.contexts import Action
 
 from broker_ext.on_behalf import could_subscribe, subscribe
-from broker_ext.seam.shown import check_name
+from broker_ext.seam.shown import check_name, check_qos
 from broker_ext.seam.views import SessionView
 from broker_ext.session import REFUSED, Grant
 
@@ -41,6 +41,7 @@ class Contexts:
             return
         if qos is None:
             qos = 0 if topic.startswith("$SYS/") else 2
+        check_qos(qos)
         if self._hub.router.publish(topic.encode(), bytes(data), qos):
             await self._committed()
 
@@ -56,6 +57,7 @@ class Contexts:
         if topic_name is None or self._hub.refusing:
             return
         check_name(topic_name)
+        check_qos(qos or 0)
         if self._hub.retained.keep(topic_name.encode(), bytes(data or b""), qos or 0):
             await self._committed()
 

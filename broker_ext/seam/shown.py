@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 from amqtt.broker import RetainedApplicationMessage
 from amqtt.events import BrokerEvents
 
+from broker_ext.on_behalf import STRING_BYTES_MAX
 from broker_ext.seam.views import HandlerView, RetainedView, SessionView
 from broker_ext.wire import MalformedPacket, check_topic
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from broker_ext.seam.plugins import Plugins
     from storage.api import Entry
 
-__all__ = ["Shown", "check_name"]
+__all__ = ["Shown", "check_name", "check_qos"]
 
 AT_REST_SHOWN_MAX: Final = 100
 """Sessions at rest that ``context.sessions`` goes on showing, about 1 kB each; the stored ones are
@@ -151,6 +152,7 @@ class _RetainedMessages(dict[str, RetainedApplicationMessage]):
 
     def __setitem__(self, topic: str, message: RetainedApplicationMessage) -> None:
         check_name(topic)
+        check_qos(message.qos or 0)
         self._retained.keep(topic.encode(), bytes(message.data or b""), message.qos or 0)
 
     def __delitem__(self, topic: str) -> None:
@@ -171,3 +173,11 @@ def check_name(topic: str) -> None:
         check_topic(topic.encode())
     except MalformedPacket as error:
         raise ValueError(str(error)) from error
+    if len(topic.encode()) > STRING_BYTES_MAX:  # it could not be stored, and all would wait for it
+        raise ValueError("a topic name is longer than a string of MQTT")
+
+
+def check_qos(qos: int) -> None:
+    """Raise ValueError if it is none."""
+    if qos not in (0, 1, 2):
+        raise ValueError(f"QoS {qos!r} is none")

@@ -494,6 +494,31 @@ async def test_a_poisoned_batch_meets_a_full_disk_too(
     assert committer.head == later.offset
 
 
+async def test_who_waits_for_an_answer_in_a_poisoned_batch_is_told_that_the_disk_is_full(
+    committer: Committer, store: FaultyStore
+) -> None:
+    committer.append(b"t", b"", 1)
+    committer.submit(Poison(), lambda _: None)  # type: ignore[arg-type]
+    answer = asyncio.ensure_future(committer.apply(acquire()))
+    await asyncio.sleep(0)
+    store.fail_submit(StoreFull("no space"), nth=2)  # the entries, by themselves
+    with pytest.raises(StoreFull):
+        await answer
+    assert committer.full
+    assert committer.failing_since is not None
+    await committer.drain()
+    assert await store.snapshot(b"dev") is None
+
+
+async def test_who_waits_for_the_next_commit_is_told_of_one_that_was_taken_apart(
+    committer: Committer,
+) -> None:
+    entry = committer.append(b"t", b"", 1)
+    committer.submit(Poison(), lambda _: None)  # type: ignore[arg-type]
+    await asyncio.wait_for(committer.next_commit(), 10)
+    assert committer.head == entry.offset
+
+
 # -------------------------------------------------------------------------- back pressure
 
 

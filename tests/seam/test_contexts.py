@@ -54,13 +54,29 @@ async def test_broadcast_message_is_stored_when_it_returns(tmp_path: Path) -> No
         assert [entry.payload for entry, _ in chunk.entries] == [b"x"]
 
 
-@pytest.mark.parametrize("topic", ["", "a/#", "a/+", "a\0b", "\ud800"])
+NO_TOPICS = ["", "a/#", "a/+", "a\0b", "\ud800"]
+LONG = {"long": 65_536 * "x", "long in bytes": 21_846 * "\u20ac"}
+
+
+@pytest.mark.parametrize(
+    "topic", [*NO_TOPICS, *(pytest.param(topic, id=name) for name, topic in LONG.items())]
+)
 async def test_nothing_is_published_to_what_is_no_topic_name(tmp_path: Path, topic: str) -> None:
     async with running(tmp_path) as broker:
         with pytest.raises(ValueError, match=r"."):
             await broker.context.broadcast_message(topic, b"x")
         with pytest.raises(ValueError, match=r"."):
             await broker.context.retain_message(topic, b"x")
+
+
+@pytest.mark.parametrize("qos", [-1, 3, 4])
+async def test_nothing_is_published_with_what_is_no_qos(tmp_path: Path, qos: int) -> None:
+    async with running(tmp_path) as broker:
+        await broker.subscriber(b"device", (b"a", 1))
+        with pytest.raises(ValueError, match="QoS"):
+            await broker.context.broadcast_message("a", b"x", qos)
+        with pytest.raises(ValueError, match="QoS"):
+            await broker.context.retain_message("a", b"x", qos)
 
 
 async def test_retain_message_is_kept_shown_and_delivered(tmp_path: Path) -> None:

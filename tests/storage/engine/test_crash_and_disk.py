@@ -11,12 +11,14 @@ import time
 from contextlib import closing
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from unittest.mock import Mock
 
+import lmdb
 import pytest
 
 from storage.api import Batch, Prune
-from storage.errors import StoreFull
-from storage.lmdb_store import MAP_BYTES
+from storage.errors import StoreFull, StoreUnavailable
+from storage.lmdb_store import MAP_BYTES, _LmdbDatabase
 from storage.outbox import State
 from storage.sqlite_store import _SqliteDatabase
 from tests.storage.engine.raw import Files
@@ -143,6 +145,28 @@ async def test_a_map_that_was_opened_on_a_full_disk_grows_when_that_has_room(
         await db.append(message(payload=bytes(4 << 20)))
     free = 1 << 30
     await db.append(message(payload=bytes(4 << 20)))
+    await db.stop()
+
+
+async def test_a_map_that_could_not_be_opened_again_is_opened_by_a_later_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A meta page could not be written, and the disk fails on."""
+    db = Files("lmdb", tmp_path).database()
+    await db.open()
+    await db.append(message(payload=b"before"))
+    panic, disk = lmdb.PanicError("mdb_txn_commit"), lmdb.DiskError("mdb_env_open")
+    panic.code, disk.code = -30795, 5  # as LMDB gives them
+    with monkeypatch.context() as failing:
+        for name, error in (("_write_once", panic), ("_open", disk)):
+            failing.setattr(_LmdbDatabase, name, Mock(side_effect=error))
+        for _ in range(3):
+            with pytest.raises(StoreUnavailable):
+                await db.commit(Batch([message()._replace(offset=2)]))
+            with pytest.raises(StoreUnavailable):
+                await db.store.fetch([1])
+    await db.commit(Batch([message(payload=b"behind")._replace(offset=2)]))
+    assert [e.payload for e in await db.store.fetch([1, 2])] == [b"before", b"behind"]
     await db.stop()
 
 
