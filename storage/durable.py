@@ -400,9 +400,23 @@ class DurableStore(ABC):
             raise StoreUnavailable("the store is not open")
         reader = self._in_outbox_reader if is_of_outbox else self._in_reader
         try:
-            return await reader(lambda database: guarded(database, self._seals).read(work))
+            return await reader(partial(self._read_sealed, work))
         except MetaDamaged as error:
             raise StoreUnavailable(f"{self._file.name}: {error}") from error
+
+    def _read_sealed(self, work: Callable[[ReadTxn], T], database: Database) -> T:
+        """Read with the keys of now. What was sealed with a key that came between their look-up and
+        the begin of the transaction would be taken for damage, so then it is read again."""
+        while True:
+            seals = self._seals
+            try:
+                result = guarded(database, seals).read(work)
+            except Exception:
+                if seals is self._seals:
+                    raise
+            else:
+                if seals is self._seals:
+                    return result
 
     async def read(
         self,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -13,7 +14,9 @@ from storage.durable import DurableStore
 from storage.errors import SealKeyMissing, SealKeyWrong
 from storage.keyring import Keyring
 from storage.kv import Space
+from storage.lmdb_store import _LmdbDatabase
 from storage.sealing import NAMED, SEALED_NAMES, SEALED_ROWS, is_sealed, key_ids
+from storage.sqlite_store import _SqliteDatabase
 from tests.operations.stores import Files, content, populate
 from tests.sealing.conftest import BOTH, NEW, OLD, OTHER
 from tests.storage.harness import A, Database, Dump, message
@@ -67,6 +70,31 @@ def ids(files: Files) -> list[str]:
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("storage.rekey.STEP_ROWS", 7)
+
+
+async def test_what_is_sealed_with_a_key_that_comes_just_before_it_is_read_is_no_damage(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = files.store()
+    await store.open()
+    loop = asyncio.get_running_loop()
+    kind = _SqliteDatabase if files.kind == "sqlite" else _LmdbDatabase
+    original = kind.read
+    rotations = [BOTH]
+
+    async def rotate(keyring: Keyring) -> None:
+        await sealing(store).seal_with(keyring)
+        await store.write(entries=[message(b"t", b"new")._replace(offset=1)])
+
+    def read(database: Any, work: Any) -> Any:
+        if rotations and threading.current_thread() is not threading.main_thread():
+            asyncio.run_coroutine_threadsafe(rotate(rotations.pop()), loop).result(10)
+        return original(database, work)
+
+    monkeypatch.setattr(kind, "read", read)
+    chunk = await store.read()
+    assert [entry.payload for entry, _ in chunk.entries] == [b"new"]
+    await store.stop()
 
 
 async def test_after_a_rekey_the_old_key_is_not_needed(files: Files, *, topics: bool) -> None:
