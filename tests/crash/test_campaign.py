@@ -1,6 +1,7 @@
 """Clients that misbehave within the rules, a broker that is killed at every step: nothing broken.
 
-Short: 7 deaths for each store, besides those in an opening. ``--long``: 200.
+Short: 7 deaths for each store, besides those in an opening, and 4 for each that is sealed and whose
+keys are rotated meanwhile. ``--long``: 200.
 AMQTT_DURABLE_CRASH_SEED repeats a run's decisions; ``python -m tests.crash --seed N --store S
 --kills K`` does too, and tells of each death.
 """
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KILLS = 7
+KILLS_SEALED = 4
 KILLS_LONG = 200
 
 
@@ -28,11 +30,23 @@ KILLS_LONG = 200
 async def test_no_promise_is_broken_however_often_the_broker_is_killed(
     store: Kind, tmp_path: Path, *, long: bool
 ) -> None:
+    await campaign(store, tmp_path, KILLS_LONG if long else KILLS)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("store", ["lmdb", "sqlite"])
+async def test_no_promise_is_broken_though_keys_are_rotated_meanwhile(
+    store: Kind, tmp_path: Path, *, long: bool
+) -> None:
+    await campaign(store, tmp_path, KILLS_LONG if long else KILLS_SEALED, is_sealed=True)
+
+
+async def campaign(store: Kind, folder: Path, kills: int, *, is_sealed: bool = False) -> None:
     seed = int(os.environ.get("AMQTT_DURABLE_CRASH_SEED") or random.SystemRandom().randrange(2**32))
-    kills = KILLS_LONG if long else KILLS
-    replay = f"python -m tests.crash --store {store} --seed {seed} --kills {kills}"
+    sealed = " --sealed" if is_sealed else ""
+    replay = f"python -m tests.crash --store {store} --seed {seed} --kills {kills}{sealed}"
     print(replay)  # noqa: T201 - pytest shows it when the test fails
-    verdict = await run(tmp_path, store, seed, kills)
+    verdict = await run(folder, store, seed, kills, is_sealed=is_sealed)
     told = "\n".join([replay, str(dict(verdict.counts)), *verdict.examples])
     assert verdict.total == 0, told
     assert verdict.counts["deaths"] >= kills, told
