@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import math
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amqtt.plugins.base import BasePlugin
 
 from broker_ext.control import Control
+from broker_ext.given import check_names, check_number, check_types, shown
 from broker_ext.hub import Hub
 from broker_ext.operating import OPERATING
 from broker_ext.rekeying import REKEYING, Rekeying
 from broker_ext.rules import filter_rules
-from broker_ext.seam import Seam
+from broker_ext.seam import Seam, SeamError, read_by
 from broker_ext.settings import Settings
 from broker_ext.sinks.settings import sinks_settings
 from broker_ext.wire import valid_filter
@@ -150,7 +150,9 @@ class DurableSessionPlugin(BasePlugin[Any]):
         """Seconds that a dead letter is kept."""
 
         def __post_init__(self) -> None:
-            """Refuse what cannot be."""
+            """Refuse what cannot be. Raises ValueError."""
+            if self.seal_key is None:  # what stands there is not looked at
+                check_types(type(self), vars(self))
             if not self.data:
                 msg = "data is empty; it must name a directory"
                 raise ValueError(msg)
@@ -196,14 +198,18 @@ class DurableSessionPlugin(BasePlugin[Any]):
                 ("keep_dead", 0, None),
                 ("map_bytes_max", 1 << 20, None),
             ):
-                _in_range(name, getattr(self, name), low, high)
+                check_number(name, getattr(self, name), low, high)
 
     def __init__(self, context: BrokerContext) -> None:
         super().__init__(context)
         self.hub: Hub | None = None
         self._control: Control | None = None
         self._data = Path(self.config.data).expanduser()
-        self._seam = Seam(context)
+        try:
+            self._seam = Seam(context)
+        except SeamError as error:  # amqtt tells that a plugin failed, and not why
+            log.critical("the broker does not start: %s", error)
+            raise
 
     @property
     def history(self) -> History:
@@ -380,19 +386,17 @@ def _no_key_in_yaml(key: object, file: str, variable: str) -> None:
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        msg = f"{name} is {value!r}; it must be one of {', '.join(allowed)}"
+        msg = f"{name} is {shown(value)}; it must be one of {', '.join(allowed)}"
         raise ValueError(msg)
 
 
-def _in_range(name: str, value: float | None, low: float, high: float | None) -> None:
-    if value is None:
-        return
-    if (
-        isinstance(value, bool)  # YAML's `yes`, which Python takes for 1
-        or not math.isfinite(value)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        wanted = f"{low} to {high}" if high is not None else f"at least {low}"
-        msg = f"{name} is {value}; it must be {wanted}"
-        raise ValueError(msg)
+def _read(given: object) -> DurableSessionPlugin.Config:
+    """The options as YAML has them. Raises ValueError."""
+    if not isinstance(given, dict):
+        msg = f"its options are {shown(given)}, not a mapping"
+        raise ValueError(msg)  # noqa: TRY004 - see broker_ext.given
+    check_names(given, [one.name for one in fields(DurableSessionPlugin.Config)])
+    return DurableSessionPlugin.Config(**given)
+
+
+read_by("broker_ext.DurableSessionPlugin", DurableSessionPlugin.Config, _read)

@@ -48,5 +48,6 @@ from __future__ import annotations
 
 from broker_ext.seam.known import SeamError
 from broker_ext.seam.seam import Seam
+from broker_ext.seam.starting import read_by
 
-__all__ = ["Seam", "SeamError"]
+__all__ = ["Seam", "SeamError", "read_by"]

@@ -1,11 +1,12 @@
 """A broker's start and its process: what amqtt leaves undone there.
 
-amqtt drops what plugins raise while it starts, and its own script never looks at what ``start``
-raised; it listens with a short backlog, and knows SIGINT only.
+amqtt drops what plugins raise while it starts, and what dacite says of their options; its own
+script never looks at what ``start`` raised; it listens with a short backlog, and knows SIGINT only.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -16,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from amqtt.errors import BrokerError
+from amqtt.errors import BrokerError, PluginError
+from amqtt.plugins import manager
 
 from broker_ext.collector import calm
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "calm_collector",
     "listen_widely",
+    "read_by",
     "refuse_to_start",
     "stop_on_signals",
     "watch_listeners",
@@ -36,6 +39,29 @@ log = logging.getLogger("amqtt_durable.seam")
 LISTEN_BACKLOG: Final = 4096
 """amqtt listens with asyncio's backlog of 100; 500 clients that dial at once would meet SYN
 retransmits of a second each."""
+
+
+def read_by(plugin: str, config: type, read: Callable[[object], object]) -> None:
+    """Have amqtt read the options of a plugin, which are a ``config``, by ``read``. A ValueError
+    becomes a PluginError, the text of which amqtt's script tells in a line.
+
+    amqtt reads them with dacite, and raises PluginLoadError without a word for an option that is
+    not known or of another type. Where it no longer does, nothing is changed.
+    """
+    theirs = getattr(manager, "from_dict", None)
+
+    def from_dict(data_class: type, data: object, *rest: Any, **named: Any) -> object:
+        assert theirs is not None
+        if data_class is not config:
+            return theirs(data_class, data, *rest, **named)
+        try:
+            return read(data)
+        except ValueError as error:
+            msg = f"{plugin}: {error}"
+            raise PluginError(msg) from error
+
+    if theirs is not None:
+        setattr(manager, "from_dict", from_dict)  # noqa: B010 - it does not export it
 
 
 def refuse_to_start(broker: Any, reason: BaseException) -> None:
@@ -99,9 +125,12 @@ def stop_on_signals(broker: Any) -> None:
 
 
 def _leave_script(broker: Any) -> None:
-    """`amqtt -c` never looks at what ``start`` raised, and would idle for ever."""
+    """`amqtt -c` never looks at what ``start`` raised, and would idle for ever. It leaves without
+    tracebacks: what there is to say was said. Raises CancelledError there, of the task of ``start``
+    that nobody awaits."""
     if _run_by_script():
         broker._loop.call_soon(partial(sys.exit, 1))
+        raise asyncio.CancelledError
 
 
 def _run_by_script() -> bool:

@@ -8,7 +8,6 @@ Rule 3. What is told about a destination is its scheme and host, never path, que
 
 from __future__ import annotations
 
-import math
 import re
 import ssl
 from dataclasses import MISSING, dataclass, field, fields
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 from urllib.parse import urlsplit
 
+from broker_ext.given import check_names, check_number, check_types, shown
 from broker_ext.wire import valid_filter
 from storage.outbox import QUEUE_BYTES_MAX, RETRY_DELAYS_MS
 
@@ -113,8 +113,10 @@ class SinkSettings:
 
     def in_range(self, name: str, value: float, low: float, high: float) -> None:
         """Raise ValueError unless it is a number from low to high."""
-        if isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
-            raise self.bad(f"{name} is {value}; it must be {low:g} to {high:g}")
+        try:
+            check_number(name, value, low, high)
+        except ValueError as error:
+            raise self.bad(str(error)) from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,74 +237,31 @@ def _sink(name: str, options: object) -> SinkSettings:
     if not isinstance(options, dict):
         raise ValueError(f"sinks.{name}: its options must be a mapping")  # noqa: TRY004
     given = dict(options)
-    kind = _TYPES.get(given.pop("type", None) or "")
+    kind = _TYPES.get(str(given.pop("type", "")))
     if kind is None:
         raise ValueError(f"sinks.{name}: type must be one of {', '.join(_TYPES)}")
-    known = {one.name: one for one in fields(kind)}
-    for option in given:
-        if option not in known or option == "name":
-            raise ValueError(f"sinks.{name}: {kind.type} has no option {str(option)!r}")
-    if "tls" in given:
-        given["tls"] = _tls(name, given["tls"])
-    for option in ("filters", "retry"):
-        if isinstance(given.get(option), list):
-            given[option] = tuple(given[option])
-    for option, value in given.items():
-        if not _fits(value, str(known[option].type)):
-            raise ValueError(f"sinks.{name}: {option} is of the wrong type: {known[option].type}")
-    missing = [
-        one.name
-        for one in known.values()
-        if one.name not in given
-        and one.name != "name"
-        and one.default is MISSING
-        and one.default_factory is MISSING
-    ]
-    if missing:
-        raise ValueError(f"sinks.{name}: {missing[0]} is missing")
-    return kind(name=name, **given)
+    known = {one.name: one for one in fields(kind) if one.name != "name"}
+    try:
+        check_names(given, known, f"a {kind.type}")
+        tls = _tls(given.pop("tls", None))
+        given = {key: tuple(v) if isinstance(v, list) else v for key, v in given.items()}
+        check_types(kind, given)
+    except ValueError as error:
+        raise ValueError(f"sinks.{name}: {error}") from None
+    for option, one in known.items():
+        if option not in given and one.default is MISSING and one.default_factory is MISSING:
+            raise ValueError(f"sinks.{name}: {option} is missing")
+    return kind(name=name, tls=tls, **given)
 
 
-def _tls(name: str, given: object) -> TlsSettings | None:
-    if isinstance(given, bool):
+def _tls(given: object) -> TlsSettings | None:
+    if given is None or isinstance(given, bool):
         return TlsSettings() if given else None
     if not isinstance(given, dict):
-        raise ValueError(f"sinks.{name}: tls must be true, false or a mapping")  # noqa: TRY004
-    known = {one.name: one for one in fields(TlsSettings)}
-    for option, value in given.items():
-        if option not in known or not _fits(value, str(known[option].type)):
-            raise ValueError(f"sinks.{name}: tls has no such {str(option)!r}")
+        raise ValueError(f"tls is {shown(given)}; it must be true, false or a mapping")  # noqa: TRY004
+    check_names(given, [one.name for one in fields(TlsSettings)], "tls")
+    check_types(TlsSettings, given)
     return TlsSettings(**given)
-
-
-_KINDS: Final[dict[str, tuple[type, ...]]] = {
-    "str": (str,),
-    "int": (int,),
-    "bool": (bool,),
-    "float": (int, float),
-    "tuple[str, ...]": (tuple,),
-    "tuple[float, ...]": (tuple,),
-    "Mapping[str, str]": (dict,),
-    "TlsSettings | None": (TlsSettings, type(None)),
-    "Start": (str, int),
-    "Literal['json', 'raw']": (str,),
-}
-"""Annotation of an option -> what YAML makes of it."""
-
-
-def _fits(value: object, annotation: str) -> bool:
-    annotation = annotation.replace('"', "'")
-    if isinstance(value, bool) and annotation != "bool":
-        return False
-    if not isinstance(value, _KINDS[annotation]):
-        return False
-    items: list[object] = []
-    if isinstance(value, tuple):
-        items = list(value)
-    elif isinstance(value, dict):
-        items = [*value, *value.values()]
-    wanted = (int, float) if "float" in annotation else str
-    return all(isinstance(item, wanted) and not isinstance(item, bool) for item in items)
 
 
 def tls_context(settings: TlsSettings | None) -> ssl.SSLContext:

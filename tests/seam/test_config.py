@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from amqtt.broker import Broker
-from amqtt.errors import PluginLoadError
+from amqtt.errors import PluginError
 
 from broker_ext import DurableSessionPlugin
 from tests.seam.amqtt_broker import configuration, running
@@ -75,10 +75,10 @@ SECONDS = [name for name, (low, _) in NUMBERS.items() if isinstance(low, float)]
 
 
 def refused(tmp_path: Path, **options: Any) -> BaseException:
-    """Why amqtt makes no broker of it."""
-    with pytest.raises(Exception, match=r"") as raised:  # noqa: PT011 - looked at by the caller
+    """Why amqtt makes no broker of it: what `amqtt -c` tells in one line, as a PluginError."""
+    with pytest.raises(PluginError, match=r"^broker_ext\.DurableSessionPlugin: ") as raised:
         Broker(configuration(tmp_path, options=options))
-    assert isinstance(raised.value, PluginLoadError | ValueError)
+    assert str(raised.value).endswith(f": {raised.value.__cause__}")
     return raised.value.__cause__ or raised.value
 
 
@@ -123,8 +123,41 @@ async def test_yes_is_no_number(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({f.name for f in fields(Config)}))
 async def test_a_wrong_type_is_refused(tmp_path: Path, name: str) -> None:
-    wrong = {"a": "map"} if name != "history_filters" else 1
-    assert name in str(refused(tmp_path, **{name: wrong}))
+    wrong = {"a": "m4p"} if name != "history_filters" else 1
+    error = str(refused(tmp_path, **{name: wrong}))
+    assert name in error
+    assert "m4p" not in error
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"max_inflight": "x"}, "max_inflight is 'x'; it must be a whole number"),
+        ({"max_inflight": 3.5}, "max_inflight is 3.5; it must be a whole number"),
+        ({"max_inflight": None}, "max_inflight is empty; it must be a whole number"),
+        ({"retain_for": "5 s"}, "retain_for is '5 s'; it must be a number"),
+        ({"seal_topics": "yes"}, "seal_topics is 'yes'; it must be true or false"),
+        ({"data": 5}, "data is 5; it must be text: put it in quotes"),
+        ({"store": "x" * 100}, "store is a long text; it must be one of lmdb, sqlite"),
+        ({"store": "QUJD" * 10 + "QUI="}, "store is a long text; it must be one of lmdb, sqlite"),
+        ({"history_filters": "a/#"}, "history_filters is 'a/#'; it must be a list of texts"),
+        ({"filters": ["a"]}, "filters is a list; it must be a mapping"),
+        ({"max-inflight": 1}, "there is no option 'max-inflight'; did you mean 'max_inflight'?"),
+        ({"max_inflght": 1}, "there is no option 'max_inflght'; did you mean 'max_inflight'?"),
+        ({"password": "pst"}, "there is no option 'password'; README has them all"),
+    ],
+)
+async def test_what_is_wrong_is_told_in_words(
+    tmp_path: Path, options: dict[str, Any], told: str
+) -> None:
+    assert str(refused(tmp_path, **options)) == told
+
+
+async def test_options_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
+    config = configuration(tmp_path)
+    config["plugins"]["broker_ext.DurableSessionPlugin"] = ["data"]
+    with pytest.raises(PluginError, match="its options are a list, not a mapping"):
+        Broker(config)
 
 
 @pytest.mark.parametrize("name", SECONDS)

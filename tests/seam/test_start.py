@@ -236,6 +236,7 @@ async def test_a_script_whose_store_is_held_says_so_and_ends(tmp_path: Path, sto
     assert code == 1
     line = next(line for line in log.splitlines() if "does not start" in line)
     assert str(os.getpid()) in line
+    assert "Traceback" not in log
 
 
 async def test_a_script_whose_store_is_garbage_says_so_and_ends(tmp_path: Path) -> None:
@@ -245,6 +246,7 @@ async def test_a_script_whose_store_is_garbage_says_so_and_ends(tmp_path: Path) 
     assert code == 1
     line = next(line for line in log.splitlines() if "does not start" in line)
     assert "history.sqlite" in line
+    assert "Traceback" not in log
 
 
 async def test_a_script_whose_port_is_taken_says_so_and_ends(tmp_path: Path) -> None:
@@ -254,13 +256,25 @@ async def test_a_script_whose_port_is_taken_says_so_and_ends(tmp_path: Path) -> 
             code, log = await broker.ended()
     assert code == 1
     assert any("does not start" in line and "in use" in line for line in log.splitlines())
+    assert "Traceback" not in log
 
 
-async def test_a_script_with_a_bad_option_says_so_and_ends(tmp_path: Path) -> None:
-    async with script(tmp_path, options={"store": "mysql"}) as broker:
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"store": "mysql"}, "store is 'mysql'; it must be one of lmdb, sqlite"),
+        ({"retain_for": "1 d"}, "retain_for is '1 d'; it must be a number"),
+        ({"stroe": "lmdb"}, "there is no option 'stroe'; did you mean 'store'?"),
+    ],
+)
+async def test_a_script_with_a_bad_option_says_so_and_ends(
+    tmp_path: Path, options: dict[str, Any], told: str
+) -> None:
+    async with script(tmp_path, options=options) as broker:
         code, log = await broker.ended()
-    assert code != 0
-    assert "store is 'mysql'; it must be one of lmdb, sqlite" in log
+    assert code == 1
+    assert f"broker_ext.DurableSessionPlugin: {told}" in log
+    assert "Traceback" not in log
 
 
 async def test_signals_of_another_program_are_left_alone(tmp_path: Path) -> None:
