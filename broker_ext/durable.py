@@ -329,6 +329,22 @@ class DurableSession(Session):
     def waits(self) -> bool:
         return bool(self.out.ready)
 
+    @property
+    def awaits(self) -> bool:
+        return self.out.awaits
+
+    @property
+    def sends_alone(self) -> bool:
+        if not self._is_careful:
+            return False
+        flights = self.out.flights.values()
+        left = [f for f in flights if f.dup and type(f) is Flight and not f.state & RECEIVED]
+        self._is_careful = bool(left)
+        return any(f.sent for f in left)
+
+    def sends(self, flight: Flight) -> None:
+        self.out.sends(flight)
+
     def lend(self, flight: Flight, packet_id: int = 0) -> bool:
         return self.out.lend(flight, packet_id)
 
@@ -423,6 +439,8 @@ class DurableSession(Session):
         """
         failure = self._failure(flight, entry)
         if failure is None:
+            if self._attempts_max:
+                self.out.sends(flight)
             return True
         letter = None
         if failure:
@@ -803,10 +821,12 @@ class DurableSession(Session):
     # ----------------------------------------------------------------------------- end
 
     def end(self, end: End) -> None:
+        broke = self._attempts_max > 0 and end.blames
+        first = self.out.first_awaited() if broke else None
+        if type(first) is Flight:  # not one that is lent: that is its group's to blame
+            self.out.blame(first)
         if self.member is not None:
-            self.member.end(for_good=False)
-        if self._attempts_max and end.blames:
-            self.out.blame()
+            self.member.end(first, for_good=False, broke=broke)
         cursor = self.out.release_unsent()
         if cursor is not None:
             self.cursor = cursor if self.live else min(cursor, self.cursor)

@@ -1,10 +1,11 @@
-"""Dead letters of sessions that an operator had reissued, on their way to their sessions.
+"""Dead letters of sessions and groups that an operator had reissued, on their way back.
 
 They wait in the queue ``$sessions`` of the outbox. When the client is connected, its session holds
 a copy of the message like one that is retained (a delivery of its own, durable until it is
 settled), and the letter is done with when that is committed. So it comes at least once: twice, if
 the broker dies between the two. While the client is away the letter waits; when its session is
-gone, or is no longer subscribed to the topic, it is a dead letter again.
+gone, or is no longer subscribed to the topic, it is a dead letter again. One of a group is held by
+the session of a durable member that has room.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Final
 
+from storage.api import GROUP
 from storage.names import levels_match
 from storage.outbox import SESSIONS, Failure, Schedule
 
@@ -59,11 +61,14 @@ class Letters:
         """Why it could not be, None = its session has it."""
         hub, body = self._hub, message.message
         assert body is not None, "a live message has its body"
-        session = hub.registry.owners.get(message.destination)
+        if message.destination.startswith(GROUP):
+            session, granted = hub.shared.taker(message.destination, body)
+        else:
+            session = hub.registry.owners.get(message.destination)
+            granted = _granted(session, body.topic) if session is not None else 0
         if session is None or not session.durable:
             is_known = await hub.store.snapshot(message.destination) is not None
             return Failure.UNAVAILABLE if is_known else Failure.REJECTED
-        granted = _granted(session, body.topic)
         if not min(body.qos, granted):
             return Failure.REJECTED
         session.pass_on(body, min(body.qos, granted))

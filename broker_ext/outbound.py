@@ -16,6 +16,7 @@ for them, so that an acknowledgement is answered with the next PUBLISH without w
 from __future__ import annotations
 
 from collections import deque
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final
 
 from broker_ext.options import PLAIN
@@ -37,6 +38,8 @@ AHEAD_BYTES_MAX: Final = 1 << 20
 """Payload bytes a session keeps in memory for deliveries that are not sent yet."""
 SETTLED: Final = 0x40
 """Flight.state in memory only."""
+
+_ORDER: Final = attrgetter("order")
 
 
 class _Row:
@@ -70,6 +73,7 @@ class Flight:
     this one sends it again (a bridge repeats its PUBREC when it comes back).
     sent: this connection has sent it, or its client said that it has it.
     options: what the subscriptions that match ask for. A held message carries its own.
+    order: when this connection sent it, among all that it sent; where attempts are limited.
     """
 
     __slots__ = (
@@ -78,6 +82,7 @@ class Flight:
         "entry",
         "offset",
         "options",
+        "order",
         "packet_id",
         "qos",
         "row",
@@ -98,6 +103,7 @@ class Flight:
         self.dup = False
         self.sent = False
         self.attempts = 0
+        self.order = 0
         self.options = PLAIN
 
 
@@ -130,6 +136,7 @@ class Outbound:
         "_dead",
         "_dirty",
         "_held",
+        "_order",
         "_receiving",
         "_undurable",
         "_unheld",
@@ -154,6 +161,7 @@ class Outbound:
         self.next_claim = 1
         self.next_held = 1
         self.next_packet_id = 1
+        self._order = 0
         self._claiming: list[Flight] = []
         self._dead: list[DeadLetter] = []
         self._dirty: list[_Row] = []
@@ -385,6 +393,11 @@ class Outbound:
             self.unsent_bytes -= len(entry.payload)
         return flight
 
+    def sends(self, flight: Flight) -> None:
+        """It is sent now: after everything of which this was said before."""
+        self._order += 1
+        flight.order = self._order
+
     @property
     def awaits(self) -> bool:
         """Whether something is sent that its client has not said to have."""
@@ -396,15 +409,17 @@ class Outbound:
         broke."""
         return any(f.attempts for f in self.flights.values() if f.dup and not f.state & RECEIVED)
 
-    def blame(self) -> None:
-        """The connection broke: the first delivery that it sent and that is not acknowledged may be
-        why. Before ``collect``, so that it is written."""
-        for flight in self.flights.values():
-            # what is lent belongs to a group, whose members share the blame
-            if flight.sent and not flight.state & RECEIVED and type(flight) is Flight:
-                flight.attempts = min(flight.attempts + 1, 255)
-                self._touch(flight.row)
-                return
+    def first_awaited(self) -> Flight | None:
+        """The first delivery that this connection sent and that is not acknowledged: when it
+        breaks, that may be why. It may be one of a group, to which it is lent."""
+        awaited = [f for f in self.flights.values() if f.sent and not f.state & RECEIVED]
+        return min(awaited, key=_ORDER, default=None)
+
+    def blame(self, flight: Flight) -> None:
+        """The connection broke, and this delivery may be why. Before ``collect``, so that it is
+        written."""
+        flight.attempts = min(flight.attempts + 1, 255)
+        self._touch(flight.row)
 
     def release_unsent(self) -> int | None:
         """At the end of a connection: give back what was claimed ahead and never sent.

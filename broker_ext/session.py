@@ -26,7 +26,7 @@ from broker_ext.wire import (
     encode,
     variable_length,
 )
-from storage.api import RETAINED
+from storage.api import RECEIVED, RETAINED
 from storage.errors import ResumeRefused, StoreError
 
 if TYPE_CHECKING:
@@ -384,6 +384,18 @@ class Session:
         """Whether something of its own is to be sent."""
         raise NotImplementedError
 
+    @property
+    def awaits(self) -> bool:
+        """Whether something was sent, its own or a group's, that the client has not said to
+        have."""
+        raise NotImplementedError
+
+    @property
+    def sends_alone(self) -> bool:
+        """Whether something of its own is under way that may have broken an earlier connection:
+        nothing is sent beside it."""
+        return False
+
     def lend(self, flight: Flight, packet_id: int = 0) -> bool:
         """Give a delivery of a group a packet id: this one, or one that is free (0). False: this
         one is in use."""
@@ -391,6 +403,11 @@ class Session:
 
     def take_place(self) -> None:
         """A delivery of a group is under way."""
+        raise NotImplementedError
+
+    def sends(self, flight: Flight) -> None:
+        """A delivery of a group is sent now, after everything that was sent before. Where the
+        attempts are limited."""
         raise NotImplementedError
 
     def give_back(self, packet_id: int, *, place: bool) -> None:
@@ -489,14 +506,18 @@ class Session:
 
     def end(self, end: End) -> None:
         """Seal the session and save what there is to save. Called once, by the registry."""
-        del end
         self.sealed = True
         if self.member is not None:
-            self.member.end(for_good=True)
+            broke = self.hub.settings.max_delivery_attempts > 0 and end.blames
+            self.member.end(self._first_lent() if broke else None, for_good=True, broke=broke)
         for topic_filter in self.subscriptions:
             self.hub.router.detach(self, topic_filter)
         if self._guard_task is not None:
             self._guard_task.cancel()
+
+    def _first_lent(self) -> Flight | None:
+        """The first delivery that was sent and is not acknowledged, if it is one of a group."""
+        return None
 
 
 def _refused(grants: list[Grant], code: int) -> list[int]:
@@ -573,6 +594,31 @@ class TransientSession(Session):
 
     def take_place(self) -> None:
         pass  # what is under way has one
+
+    @property
+    def awaits(self) -> bool:
+        return self._first_awaited() is not None
+
+    def _first_awaited(self) -> int | None:
+        """The packet id of what was sent first and is not acknowledged."""
+        lent = self.member.flights if self.member is not None else {}
+        for packet_id, state in self._under_way.items():
+            if state == LENT:
+                flight = lent[packet_id]
+                if flight.sent and not flight.state & RECEIVED:
+                    return packet_id
+            elif state < 3:
+                return packet_id
+        return None
+
+    def _first_lent(self) -> Flight | None:
+        first = self._first_awaited()
+        lent = self.member.flights if self.member is not None else {}
+        return None if first is None else lent.get(first)
+
+    def sends(self, flight: Flight) -> None:
+        # to the end: what is its own is entered as it is sent
+        self._under_way[flight.packet_id] = self._under_way.pop(flight.packet_id)
 
     def give_back(self, packet_id: int, *, place: bool) -> None:
         del place

@@ -1,4 +1,5 @@
-"""Messages of deliveries that an earlier connection left, read again before they are sent.
+"""Messages of deliveries that an earlier connection left, read again before they are sent, or are
+dead letters.
 
 What is gone or damaged is told and given up: a group has no client whose session could be reset.
 """
@@ -88,6 +89,8 @@ class Fetching:
             self._wanted.pop(flight, None)
             if not flight.state & (RECEIVED | SETTLED):
                 flight.entry = entry
+                if flight in group.undeliverable:
+                    group.give_up(flight, entry)
         return [f.member for f in wanted if f.member is not None]  # it may have come back meanwhile
 
     def _lose(self, flight: Handed) -> None:

@@ -17,7 +17,7 @@ from broker_ext.shared.fetching import Fetching
 from broker_ext.shared.handed import Handed
 from broker_ext.shared.record import Record
 from broker_ext.shared.turns import Joined, Turns
-from storage.api import GROUP, SENT
+from storage.api import GROUP, RECEIVED, SENT
 from storage.outbox import Failure
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from broker_ext.hub import Hub
     from broker_ext.shared.groups import Shared
     from broker_ext.shared.member import Member
-    from broker_ext.shared.rows import Collected
+    from broker_ext.shared.rows import Collected, Row
     from storage.api import Entry, Snapshot
 
 __all__ = ["Group"]
@@ -46,6 +46,7 @@ class Group:
     """As a receiver: nobody publishes under it."""
 
     __slots__ = (
+        "_attempts_max",
         "backlog",
         "fetching",
         "filter",
@@ -56,6 +57,7 @@ class Group:
         "rows",
         "shared",
         "turns",
+        "undeliverable",
     )
 
     def __init__(self, shared: Shared, hub: Hub, name: bytes, topic_filter: bytes) -> None:
@@ -69,6 +71,9 @@ class Group:
         self.fetching = Fetching(self)
         self.record = Record(self, shared.incarnation)
         self.rows = self.record.rows
+        self.undeliverable: dict[Handed, None] = {}
+        """Dead letters, once their messages were read again."""
+        self._attempts_max = hub.settings.max_delivery_attempts
 
     def __repr__(self) -> str:
         return f"<group {self.name!r}>"
@@ -103,22 +108,28 @@ class Group:
         for subscription in snapshot.subscriptions:
             if subscription.filter == self.filter:
                 self.record.follow(subscription.from_offset)
-        lost: list[Handed] = []
-        for claim in snapshot.claims:
-            row = self.rows.restored(self, claim)
-            for flight in row.deliveries:
-                if row.keeps_ids and row.member not in snapshot.gone:
-                    self.shared.left(row.member, flight)
-                    if flight.qos == QOS:
-                        continue
-                elif row.member and flight.qos == QOS:
-                    lost.append(flight)
-                    continue
-                self.backlog.put_back(flight)
-        for flight in lost:
-            self.settle(flight)
+        suspects: set[int] = set()
+        if self._attempts_max:
+            suspects = {c.member for c in snapshot.claims if any(d.attempts for d in c.deliveries)}
+        for row in [self.rows.restored(self, claim) for claim in snapshot.claims]:
+            for flight in list(row.deliveries):
+                flight.is_suspect = row.member in suspects and not flight.state & RECEIVED
+                self._restore(flight, row, is_gone=row.member in snapshot.gone)
         if not self.wanted:
             self.forsaken()
+
+    def _restore(self, flight: Handed, row: Row, *, is_gone: bool) -> None:
+        """A delivery that the last run left. is_gone: the session that it was with."""
+        if self._is_undeliverable(flight):
+            self._give_up(flight)
+        elif row.keeps_ids and not is_gone:
+            self.shared.left(row.member, flight)
+            if flight.qos < QOS:
+                self.backlog.put_back(flight)
+        elif row.member and flight.qos == QOS:
+            self.settle(flight)
+        else:
+            self.backlog.put_back(flight)
 
     def forsaken(self) -> None:
         """Nobody who could come back is a member any more; when nobody at all is, it ends."""
@@ -144,6 +155,9 @@ class Group:
         for flight in self.backlog.loose:
             flight.state = SETTLED
         self.backlog.loose.clear()
+        for flight in self.undeliverable:
+            flight.state = SETTLED
+        self.undeliverable.clear()
 
     def stop(self) -> None:
         """The broker stops."""
@@ -159,6 +173,8 @@ class Group:
 
     def checkpoint(self) -> None:
         """Bring the stored position up to what was dispatched, and try again what failed."""
+        if self.undeliverable:
+            self.fetching.ask(*self.undeliverable)
         if self.durable:
             self.record.checkpoint()
             self.backlog.pump()
@@ -194,6 +210,9 @@ class Group:
     def left(self, flight: Handed, consumer_id: int) -> None:
         """Its member does not have a delivery any more. consumer_id: who may come back for it."""
         self.turns.let_go(flight)
+        if self._is_undeliverable(flight):
+            self._give_up(flight)
+            return
         if flight.begun and flight.qos == QOS:
             if consumer_id:
                 self.shared.left(consumer_id, flight)
@@ -203,7 +222,6 @@ class Group:
         begun = flight.begun
         flight.sent = flight.dup = False
         flight.state = SENT
-        flight.attempts = min(flight.attempts + 1, 255)
         self.rows.unclaim(flight)
         self.backlog.put_back(flight)
         if begun and consumer_id and flight.stored is not None:
@@ -232,6 +250,41 @@ class Group:
     def _vacate(self, flight: Handed) -> None:
         self.rows.vacate(flight)
         self.record.join(lazy=True)
+
+    # ---------------------------------------------------------------- what breaks its members
+
+    def blame(self, flight: Handed) -> None:
+        """The connection of a member broke, and this may be why: counted, whoever has it next."""
+        flight.attempts = min(flight.attempts + 1, 255)
+        if self.rows.blame(flight):
+            self.record.join(lazy=True)
+
+    def _is_undeliverable(self, flight: Handed) -> bool:
+        """Whether it broke as many connections as one message may."""
+        return 0 < self._attempts_max <= flight.attempts and not flight.state & RECEIVED
+
+    def _give_up(self, flight: Handed) -> None:
+        """Nobody gets it any more: it is a dead letter when its message was read."""
+        self.undeliverable[flight] = None
+        if flight.entry is not None:
+            self.give_up(flight, flight.entry)
+            return
+        flight.sent = flight.dup = False
+        self._vacate(flight)
+        self.fetching.ask(flight)
+
+    def give_up(self, flight: Handed, entry: Entry) -> None:
+        """Its message was read: a dead letter, in the write that settles it."""
+        self.hub.figures.undeliverable += 1
+        log.warning(
+            "group %r: connections of its members broke %d times while %s was under way: "
+            "a dead letter",
+            self.name,
+            flight.attempts,
+            f"entry {entry.offset}" if entry.offset else "a message from memory",
+        )
+        self.record.bury(entry, Failure.UNDELIVERABLE, flight.attempts)
+        self.settle(flight)
 
     # -------------------------------------------------------------------------- handing on
 
@@ -343,6 +396,7 @@ class Group:
             self.backlog.take_out(flight)
         if flight.left_by:
             self.shared.handed_on(flight)
+        self.undeliverable.pop(flight, None)
         flight.state = SETTLED
         flight.entry = None
         if not self.rows.settle(flight):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from broker_ext.hub import Hub
     from broker_ext.session import Session
     from broker_ext.shared.handed import Handed
-    from storage.api import LogState, Snapshot
+    from storage.api import Entry, LogState, Snapshot
 
 __all__ = ["Shared", "filter_of"]
 
@@ -210,6 +210,19 @@ class Shared:
         for name in filters:
             if is_shared(name):
                 await self._group(name).record.make()
+
+    def taker(self, client_id: bytes, message: Entry) -> tuple[Session | None, int]:
+        """Who of the group with this record may hold a message that was a dead letter, and the QoS
+        it was granted; None = nobody now."""
+        for group in self.groups.values():
+            if group.record.client_id == client_id:
+                passing = [
+                    m for m, (qos, _) in group.members.items() if not (qos and m.consumer_id)
+                ]
+                member, _ = group.turns.choose(message, passing)
+                if member is not None:
+                    return member.session, group.members[member].qos
+        return None, 0
 
     # --------------------------------------------------------------------------- members
 

@@ -25,6 +25,8 @@ class Handed(Flight):
     stored: the row that it is in, None = in none (yet). counted: it has a place in the window.
     holder: counts it, where topics stay with a member.
     is_loose: it waits for somebody. left_by: number of the consumer that may come back for it.
+    is_suspect: it was under way when a connection broke, so it is sent alone
+    (``max_delivery_attempts``).
     undurable: "received" is not committed: no PUBREL yet (P5).
     """
 
@@ -33,6 +35,7 @@ class Handed(Flight):
         "group",
         "holder",
         "is_loose",
+        "is_suspect",
         "left_by",
         "member",
         "stored",
@@ -48,6 +51,7 @@ class Handed(Flight):
         self.holder: Holder | None = None
         self.turn = 0
         self.is_loose = False
+        self.is_suspect = False
         self.left_by = 0
         self.counted = False
         self.undurable = False

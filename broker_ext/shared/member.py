@@ -15,6 +15,7 @@ from broker_ext.wire import PACKET_ID, PUBREL_HEAD
 from storage.api import RECEIVED, RETAINED
 
 if TYPE_CHECKING:
+    from broker_ext.outbound import Flight
     from broker_ext.session import Session
     from broker_ext.shared.group import Group
     from broker_ext.shared.handed import Handed
@@ -26,7 +27,17 @@ __all__ = ["Member"]
 class Member:
     """One connection of a session that is, or was, a member of groups."""
 
-    __slots__ = ("consumer_id", "ended", "flights", "groups", "is_first", "ready", "session")
+    __slots__ = (
+        "_counts_attempts",
+        "_suspects",
+        "consumer_id",
+        "ended",
+        "flights",
+        "groups",
+        "is_first",
+        "ready",
+        "session",
+    )
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -36,6 +47,8 @@ class Member:
         self.ready: deque[Handed] = deque()
         self.ended = False
         self.is_first = False
+        self._suspects = 0
+        self._counts_attempts = session.hub.settings.max_delivery_attempts > 0
 
     def __repr__(self) -> str:
         return f"<member {self.session.client_id!r}>"
@@ -50,8 +63,8 @@ class Member:
     @property
     def places(self) -> int:
         """How many deliveries it has room for now. When the session has something of its own to
-        send as well, each side has half of the window."""
-        if not self.is_open:
+        send as well, each side has half of the window. What goes alone leaves no room."""
+        if not self.is_open or self._suspects:
             return 0
         free = self.session.places - len(self.ready)
         return min(free, self._half - len(self.flights)) if self.session.waits else free
@@ -59,6 +72,8 @@ class Member:
     @property
     def own_window(self) -> int:
         """How many places the session's own deliveries may take, likewise."""
+        if self._suspects:
+            return 0
         window = self.session.window
         if not any(group.backlog.waits for group in self.groups):
             return window
@@ -73,7 +88,11 @@ class Member:
         self.session.lend(flight)
         self.session.take_place()
         flight.counted = True
+        self._add(flight)
+
+    def _add(self, flight: Handed) -> None:
         self.flights[flight.packet_id] = flight
+        self._suspects += flight.is_suspect
 
     def resume(self, flight: Handed, delivery: Delivery | Handed) -> bool:
         """Take back what was with an earlier connection, with its packet id. False: the id is not
@@ -90,7 +109,7 @@ class Member:
         flight.sent = False
         flight.counted = False
         flight.undurable = False
-        self.flights[flight.packet_id] = flight
+        self._add(flight)
         if flight.state & RECEIVED:
             flight.sent = True
             self._count(flight)
@@ -108,6 +127,7 @@ class Member:
     def release(self, flight: Handed) -> None:
         """The packet id and the place are the session's again."""
         del self.flights[flight.packet_id]
+        self._suspects -= flight.is_suspect
         self.session.give_back(flight.packet_id, place=flight.counted)
         flight.counted = False
         flight.member = None
@@ -155,9 +175,17 @@ class Member:
                 return
             if not flight.counted and session.places <= 0:
                 return
+            if self._counts_attempts and self._must_wait:
+                return
             ready.popleft()
             self._count(flight)
             self._publish(flight, flight.entry)
+
+    @property
+    def _must_wait(self) -> bool:
+        """Whether nothing is sent until what is under way is acknowledged: what was under way when
+        a connection broke goes one at a time, so that no other message takes the blame."""
+        return self.session.awaits if self._suspects else self.session.sends_alone
 
     def _publish(self, flight: Handed, entry: Entry) -> None:
         joined = flight.group.members.get(self)
@@ -171,6 +199,8 @@ class Member:
             self._settle(flight)
             return
         flight.sent = True
+        if self._counts_attempts:
+            session.sends(flight)
         session.hub.figures.delivered += 1
         session.peer.publish(
             entry,
@@ -209,6 +239,9 @@ class Member:
                 self._pubrel(packet_id)
         else:
             flight.state |= RECEIVED
+            if flight.is_suspect:
+                flight.is_suspect = False
+                self._suspects -= 1
             flight.sent = True
             self._count(flight)
             flight.entry = None
@@ -245,8 +278,12 @@ class Member:
 
     # ------------------------------------------------------------------------------- end
 
-    def end(self, *, for_good: bool) -> None:
-        """The connection is over; for_good: its session, too. Everything goes back. Idempotent."""
+    def end(self, first: Flight | None, *, for_good: bool, broke: bool) -> None:
+        """The connection is over; for_good: its session, too. Everything goes back. Idempotent.
+
+        broke: and what was under way may be why; first: of that, what was sent first, if it is one
+        of a group.
+        """
         if self.ended:
             return
         self.ended = True
@@ -255,6 +292,10 @@ class Member:
         groups = dict.fromkeys([*self.groups, *(f.group for f in flights)])
         for flight in flights:
             self.release(flight)
+            if broke and flight.sent and not flight.state & RECEIVED:
+                flight.is_suspect = True
+                if flight is first:
+                    flight.group.blame(flight)
             flight.group.left(flight, 0 if for_good else self.consumer_id)
         for group in groups:
             group.leave(self)

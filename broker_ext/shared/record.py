@@ -163,6 +163,8 @@ class Record:
         """Delete it, when nothing needs it any more."""
         is_over = not (self.durable or self.rows.stored or self._making)
         if self.consumer_id and is_over:
+            if self.rows.has_letters:
+                self._save()
             self._submit(Discard(self.consumer_id, self.incarnation))
             self.consumer_id = 0
             self.rows.forget()

@@ -132,6 +132,15 @@ class Rows:
         self._receiving.append(flight)
         return True
 
+    def blame(self, flight: Handed) -> bool:
+        """It was under way when a connection broke, once more. False: it is in no row."""
+        row = flight.stored
+        if row is None:
+            return False
+        row.deliveries[flight] = row.deliveries[flight]._replace(attempts=flight.attempts)
+        self._touch(row)
+        return True
+
     def settle(self, flight: Handed) -> bool:
         """It is over. False: it is in no row."""
         self._claiming.pop(flight, None)
@@ -145,6 +154,11 @@ class Rows:
     def bury(self, letter: DeadLetter) -> None:
         """A dead letter, in the same write."""
         self._letters.append(letter)
+
+    @property
+    def has_letters(self) -> bool:
+        """Whether a dead letter is not written yet."""
+        return bool(self._letters)
 
     def forget(self) -> None:
         """The record is deleted, and the rows with it."""

@@ -98,3 +98,47 @@ async def test_one_that_nobody_wants_is_a_dead_letter_again(
     await broker.hub.letters.look()
     found = await figures(broker)
     assert (found.dead, found.waiting, found.reissued) == (1, 0, 1)
+
+
+@pytest.mark.parametrize("qos", [1, 2])
+async def test_one_of_a_group_comes_to_a_durable_member(durable_broker: Broker, qos: int) -> None:
+    broker = durable_broker
+    shared = (b"$share/g/t", 2)
+    await (await broker.connect(b"other")).subscribe(shared)
+    client = await broker.connect(b"s", clean=False, version=5, properties=SMALL)
+    await client.subscribe(shared)
+    for other in broker.clients[:1]:
+        await other.disconnect()
+    (await publisher(broker)).publish(b"t", LARGE, qos)
+    await broker.turns(lambda: broker.hub.figures.too_large == 1)
+    await broker.hub.committer.drain()
+    (letter,) = await broker.store.inner.outbox.dead_letters(SESSIONS)
+    await client.disconnect()
+    await broker.restart()
+    await reissue(broker, letter.id)
+    await (await broker.connect(b"passing", clean=True)).subscribe(shared)
+    await broker.hub.letters.look()
+    assert (await figures(broker)).waiting == 1, "a transient member cannot hold it"
+    broker.clock.advance(ms=120_000)
+    other = await broker.connect(b"other")
+    await broker.hub.letters.look()
+    assert (await figures(broker)).done == 1
+    await broker.crash_and_restart()
+    (got,) = await (await broker.connect(b"other")).publishes(1)
+    assert (got.topic, got.payload, got.qos) == (b"t", LARGE, qos)
+    del other
+
+
+async def test_one_of_a_group_that_is_gone_is_a_dead_letter_again(durable_broker: Broker) -> None:
+    broker = durable_broker
+    client = await broker.connect(b"s", clean=False, version=5, properties=SMALL)
+    await client.subscribe((b"$share/g/t", 2))
+    (await publisher(broker)).publish(b"t", LARGE, 1)
+    await broker.turns(lambda: broker.hub.figures.too_large == 1)
+    await broker.hub.committer.drain()
+    (letter,) = await broker.store.inner.outbox.dead_letters(SESSIONS)
+    await client.unsubscribe(b"$share/g/t")
+    await reissue(broker, letter.id)
+    await broker.hub.letters.look()
+    found = await figures(broker)
+    assert (found.dead, found.waiting, found.reissued) == (1, 0, 1)

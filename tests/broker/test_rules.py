@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from broker_ext.rules import FilterRule, Newest, Rules, filter_rules
-from broker_ext.wire import Properties, Puback, Publish, Pubrec, Pubrel
+from broker_ext.wire import Properties, Puback, Pubcomp, Publish, Pubrec, Pubrel
 from broker_ext.wire.properties import RECEIVE_MAX
 from storage.api import Entry
+from storage.errors import StoreUnavailable
 from storage.outbox import SESSIONS, Failure
 from tests.broker.mqtt import running
 
@@ -446,3 +447,306 @@ async def test_a_held_message_may_be_a_dead_letter(strict: Broker) -> None:
     snapshot = await strict.snapshot(b"dev")
     assert snapshot is not None
     assert snapshot.held == {}
+
+
+# ----------------------------------------------------------- the same in shared subscriptions
+
+GROUP = b"$share/g/t"
+
+
+class Team:
+    """Members of a group that break when they see the poisonous message, and come back."""
+
+    def __init__(self, broker: Broker, qos: int, *, clean: bool = False) -> None:
+        self.broker = broker
+        self.qos = qos
+        self.clean = clean
+        self.here: dict[bytes, Client] = {}
+        self.taken: list[bytes] = []
+        self.breaks = 0
+
+    async def join(self, *names: bytes, subscribe: bool = True) -> None:
+        for name in names:
+            client = self.here[name] = await self.broker.connect(name, clean=self.clean)
+            if subscribe or self.clean:
+                await client.subscribe((GROUP, self.qos))
+
+    async def work(self, name: bytes, *, late: bool = False) -> None:
+        """What a member does with all it is sent. late: it acknowledges all of it at the end."""
+        client = self.here[name]
+        due: list[Any] = []
+        for packet in await client.until_ping():
+            if type(packet) is Pubrel:
+                due.append(Pubcomp(packet.packet_id))
+            elif packet.payload == POISON:
+                self.breaks += 1
+                await client.cut()
+                await self.join(name, subscribe=False)
+                return
+            else:
+                self.taken.append(packet.payload)
+                kind = Puback if packet.qos == 1 else Pubrec
+                due.append(kind(packet.packet_id))
+            if not late:
+                client.send(*due)
+                due.clear()
+        client.send(*due)
+
+    async def until_done(self, *, late: bool = False) -> None:
+        for _ in range(100):
+            for name in list(self.here):
+                await self.work(name, late=late)
+            await self.broker.hub.committer.drain()
+            if not await stored_of_group(self.broker) and await letters(self.broker):
+                return
+        raise AssertionError("it never ends")
+
+
+async def stored_of_group(broker: Broker) -> list[Any]:
+    record = broker.hub.shared.groups[GROUP].record
+    snapshot = await broker.snapshot(record.client_id)
+    assert snapshot is not None
+    group = broker.hub.shared.groups[GROUP]
+    waiting: list[Any] = [*group.backlog.loose, *group.undeliverable]
+    return waiting + [d for claim in snapshot.claims for d in claim.deliveries]
+
+
+BEFORE, AFTER = [b"a%d" % n for n in range(5)], [b"b%d" % n for n in range(50)]
+
+
+@pytest.mark.parametrize("qos", [1, 2])
+async def test_a_message_that_breaks_members_is_a_dead_letter(
+    strict: Broker, qos: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever members had it; the other messages of the group go on."""
+    team = Team(strict, qos)
+    await team.join(b"one", b"two", b"three")
+    publisher = await strict.connect()
+    await publisher.deliver(b"t", *BEFORE, POISON, *AFTER, qos=qos)
+    await team.until_done()
+    assert team.breaks == 3
+    assert sorted(set(team.taken)) == sorted({*BEFORE, *AFTER}), "nothing else is missing"
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+    assert strict.hub.figures.undeliverable == 1
+    assert "broke 3 times while entry 6 was under way" in caplog.text
+    assert "poison" not in caplog.text
+    await publisher.deliver(b"t", b"more", qos=qos)
+    for name in team.here:
+        await team.work(name)
+    assert team.taken[-1] == b"more"
+
+
+@pytest.mark.parametrize("qos", [1, 2])
+@pytest.mark.parametrize("stop", ["restart", "crash_and_restart"])
+async def test_what_breaks_members_is_counted_over_restarts(
+    strict: Broker, qos: int, stop: str
+) -> None:
+    team = Team(strict, qos)
+    await team.join(b"one", b"two")
+    await (await strict.connect()).deliver(b"t", b"a", POISON, b"b", qos=qos)
+    for breaks in (1, 2, 3):
+        while team.breaks < breaks:
+            for name in team.here:
+                await team.work(name)
+        await strict.hub.committer.drain()
+        await getattr(strict, stop)()
+        await team.join(*team.here, subscribe=False)
+    await team.until_done()
+    assert team.breaks == 3
+    assert set(team.taken) == {b"a", b"b"}
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+
+
+@pytest.mark.parametrize("qos", [1, 2])
+async def test_members_that_acknowledge_late_blame_the_right_one(strict: Broker, qos: int) -> None:
+    """What was under way when a connection broke is sent one at a time, to whomever."""
+    team = Team(strict, qos)
+    await team.join(b"one", b"two")
+    await (await strict.connect()).deliver(b"t", *BEFORE, POISON, *AFTER, qos=qos)
+    await team.until_done(late=True)
+    assert team.breaks in {3, 4}, "one to begin with, three that are its own"
+    assert set(team.taken) == {*BEFORE, *AFTER}
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+
+
+@pytest.mark.parametrize("qos", [1, 2])
+@pytest.mark.parametrize("poison_is_own", [True, False])
+async def test_of_what_a_member_was_sent_besides_the_right_one_is_blamed(
+    strict: Broker, qos: int, poison_is_own: bool
+) -> None:
+    """The session's own deliveries and those of the group are sent to one client."""
+    client = await strict.connect(b"dev")
+    await client.subscribe((GROUP, qos), (b"own", 1))
+    publisher = await strict.connect()
+    topics = [b"own", b"t"] if poison_is_own else [b"t", b"own"]
+    for topic, payload in zip(topics, (POISON, b"x"), strict=True):
+        await publisher.deliver(topic, payload, qos=qos)
+    breaks, taken = 0, []
+    while not (await letters(strict) and taken):
+        for packet in await client.until_ping():
+            if type(packet) is not Publish:
+                continue
+            if packet.payload == POISON:
+                breaks += 1
+                await client.cut()
+                client = await strict.connect(b"dev")
+                break
+            taken.append(packet.payload)
+            client.send((Puback if packet.qos == 1 else Pubrec)(packet.packet_id))
+    assert breaks == 3
+    assert set(taken) == {b"x"}
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+
+
+async def test_a_transient_member_that_breaks_blames_it_too(strict: Broker) -> None:
+    durable = await strict.connect(b"durable")
+    await durable.subscribe((GROUP, 1))
+    await durable.disconnect()
+    team = Team(strict, 1, clean=True)
+    await team.join(b"one", b"two")
+    await (await strict.connect()).deliver(b"t", *BEFORE, POISON, *AFTER)
+    await team.until_done()
+    assert team.breaks == 3
+    assert set(team.taken) == {*BEFORE, *AFTER}
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+
+
+async def test_members_that_leave_in_good_order_blame_nothing(strict: Broker) -> None:
+    client = await strict.connect(b"dev")
+    await client.subscribe((GROUP, 1))
+    await (await strict.connect()).deliver(b"t", b"x")
+    for _ in range(6):
+        await client.publishes(1, ack=False)
+        await client.disconnect()
+        client = await strict.connect(b"dev")
+    assert [p.payload for p in await client.publishes(1)] == [b"x"]
+    assert await letters(strict) == []
+
+
+async def test_the_letter_of_a_group_that_ends_is_written(strict: Broker) -> None:
+    """Its last member breaks, and its session is deleted before the message was read again."""
+    client = await strict.connect(b"dev")
+    await client.subscribe((GROUP, 1))
+    await (await strict.connect()).deliver(b"t", POISON)
+    for _ in range(2):
+        await client.publishes(1, ack=False)
+        await client.cut()
+        client = await strict.connect(b"dev")
+    await client.publishes(1, ack=False)
+    read = strict.store.hang_read()
+    await client.cut()
+    await read.reached.wait()
+    await strict.connect(b"dev", clean=True)
+    read.release()
+    await strict.turns(lambda: not strict.hub.shared.groups)
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+
+
+async def test_a_dead_letter_of_a_group_is_tried_again_when_it_could_not_be_read(
+    strict: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = await strict.connect(b"dev")
+    await client.subscribe((GROUP, 1))
+    await (await strict.connect()).deliver(b"t", POISON)
+    for _ in range(2):
+        await client.publishes(1, ack=False)
+        await client.cut()
+        client = await strict.connect(b"dev")
+    await client.publishes(1, ack=False)
+    read = strict.store.hang_read()
+    await client.cut()
+    await read.reached.wait()
+    read.release(StoreUnavailable("the disk is away"))
+    group = strict.hub.shared.groups[GROUP]
+    await strict.turns(lambda: "cannot read" in caplog.text)
+    assert group.undeliverable
+    group.checkpoint()
+    await strict.turns(lambda: not group.undeliverable)
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+
+
+async def test_the_first_of_what_was_under_way_is_blamed_and_all_of_it_goes_alone(
+    strict: Broker,
+) -> None:
+    """Also after a restart; and nothing else is sent beside it, nor handed to its member."""
+    client = await strict.connect(b"dev")
+    await client.subscribe((GROUP, 1), (b"own", 1))
+    publisher = await strict.connect()
+    await publisher.deliver(b"t", b"a", b"b")
+    await client.publishes(2, ack=False)
+    await client.cut()
+    await strict.hub.committer.drain()
+    assert [d.attempts for d in (await stored_of_group(strict))[-2:]] == [1, 0]
+    await strict.restart()
+    client = await strict.connect(b"dev")
+    (first,) = await client.publishes(1, ack=False)
+    publisher = await strict.connect()
+    await publisher.deliver(b"own", b"x")
+    await client.quiet()
+    other = await strict.connect(b"other")
+    await other.subscribe((GROUP, 1))
+    await publisher.deliver(b"t", *(b"c%d" % n for n in range(90)))
+    await other.publishes(90, ack=False)  # though it has less room than the first one, by now
+    client.send(Puback(first.packet_id))
+    (second,) = await client.publishes(1, ack=False)
+    assert {first.payload, second.payload} == {b"a", b"b"}
+    await client.quiet()
+    client.send(Puback(second.packet_id))
+    assert await client.payloads(1) == [b"x"]
+
+
+async def test_what_is_sent_alone_of_the_session_goes_without_the_group(strict: Broker) -> None:
+    client = await strict.connect(b"dev")
+    await client.subscribe((GROUP, 1), (b"own", 1))
+    publisher = await strict.connect()
+    await publisher.deliver(b"own", b"a", b"b")
+    await client.publishes(2, ack=False)
+    await client.cut()
+    client = await strict.connect(b"dev")
+    (first,) = await client.publishes(1, ack=False)
+    await publisher.deliver(b"t", b"x")
+    await client.quiet()
+    client.send(Puback(first.packet_id))
+    assert set(await client.payloads(2)) == {b"b", b"x"}
+
+
+async def test_a_crash_before_the_letter_of_a_group_is_written_costs_nothing(
+    strict: Broker,
+) -> None:
+    client = await strict.connect(b"dev")
+    await client.subscribe((GROUP, 2))
+    await (await strict.connect()).deliver(b"t", POISON, qos=2)
+    for _ in range(2):
+        await client.publishes(1, ack=False)
+        await client.cut()
+        client = await strict.connect(b"dev")
+    await client.publishes(1, ack=False)
+    read = strict.store.hang_read()
+    await client.cut()
+    await read.reached.wait()
+    await strict.hub.committer.drain()
+    await strict.crash()
+    read.release(StoreUnavailable("it is gone"))
+    await strict.start()
+    client = await strict.connect(b"dev")
+    await strict.turns(lambda: not strict.hub.shared.groups[GROUP].rows.stored)
+    await client.quiet()
+    assert await letters(strict) == [(POISON, Failure.UNDELIVERABLE, 3)]
+
+
+async def test_a_transient_member_blames_what_it_was_sent_first(strict: Broker) -> None:
+    """A message of the group waits for its claim; one of its own is sent meanwhile."""
+    await strict.sleeper(b"durable", (GROUP, 1))
+    publisher = await strict.connect(clean=True)
+    client = await strict.connect(b"dev", clean=True)
+    await client.subscribe((GROUP, 1), (b"own", 1))
+    gate = strict.store.hang_submit()
+    publisher.publish(b"t", b"x")
+    await gate.reached.wait()
+    publisher.publish(b"own", b"y")
+    assert [p.payload for p in await client.publishes(1, ack=False)] == [b"y"]
+    gate.release()
+    assert [p.payload for p in await client.publishes(1, ack=False)] == [b"x"]
+    await client.cut()
+    await strict.hub.committer.drain()
+    assert [f.attempts for f in strict.hub.shared.groups[GROUP].backlog.loose] == [0]
