@@ -19,6 +19,11 @@ class Clock(Protocol):
         """Milliseconds since the epoch; does not go back within a run."""
         ...
 
+    def wall_ms(self) -> int:
+        """Milliseconds since the epoch, as others see them now: what is told to them, and what they
+        tell. It may jump, so nothing else counts on it."""
+        ...
+
     def monotonic(self) -> float:
         """Seconds of an arbitrary start; never goes back."""
         ...
@@ -44,6 +49,9 @@ class SystemClock:
     def now_ms(self) -> int:
         return self._base_ms + int(time.monotonic() * 1000)
 
+    def wall_ms(self) -> int:
+        return int(time.time() * 1000)
+
     def monotonic(self) -> float:
         return time.monotonic()
 
@@ -51,14 +59,18 @@ class SystemClock:
 class ManualClock:
     """A clock that tests move. Starts at 1,000,000,000,000 ms."""
 
-    __slots__ = ("_mono_ms", "_now_ms")
+    __slots__ = ("_mono_ms", "_now_ms", "_wall_ms")
 
     def __init__(self, now_ms: int = 1_000_000_000_000) -> None:
         self._now_ms = now_ms
+        self._wall_ms = now_ms
         self._mono_ms = 0
 
     def now_ms(self) -> int:
         return self._now_ms
+
+    def wall_ms(self) -> int:
+        return self._wall_ms
 
     def monotonic(self) -> float:
         return self._mono_ms / 1000
@@ -67,10 +79,16 @@ class ManualClock:
         self._now_ms = max(self._now_ms, ms)
 
     def advance(self, *, ms: int) -> None:
-        """Both clocks go on."""
+        """All clocks go on."""
         self._now_ms += ms
+        self._wall_ms += ms
         self._mono_ms += ms
 
     def jump(self, *, ms: int) -> None:
-        """The wall clock alone is set forwards or back."""
+        """The wall clock is set forwards or back, and the broker is started with it."""
         self._now_ms += ms
+        self._wall_ms += ms
+
+    def set_right(self, *, ms: int) -> None:
+        """The wall clock is set forwards or back while the broker runs."""
+        self._wall_ms += ms

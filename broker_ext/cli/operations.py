@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from broker_ext.cli.errors import CannotOperate
+from storage.apart import apart
 from storage.errors import StoreError, StoreLocked
 from storage.inspection import inspect
 from storage.inspection import repair as repair_directory
@@ -137,12 +138,14 @@ def check(data: Path, keys: Keys, *, is_repaired: bool, as_json: bool) -> bool:
     done: Repaired | None = None
     kept: Path | None = None
     with as_one_line(STOP_IT if is_repaired else CHECK_A_BACKUP):
+        keyring = keys.read()
         if is_repaired:
-            found, done, kept = repair_directory(
-                data, keep_in=_aside(data, "damaged"), keyring=keys.read()
+            keep_in = _aside(data, "damaged")
+            found, done, kept = apart(
+                data, lambda: repair_directory(data, keep_in=keep_in, keyring=keyring)
             )
         else:
-            found = inspect(data, keys.read())
+            found = apart(data, lambda: inspect(data, keyring))
     if as_json:
         typer.echo(json.dumps(_fields(found, done, kept), indent=1))
     else:

@@ -235,9 +235,10 @@ class Webhook:
                 failure = failure_of(answer.status)
                 retry_at_ms = None
                 if failure not in {Failure.NONE, Failure.REJECTED}:
-                    retry_at_ms = retry_after_ms(
-                        answer.headers.get("retry-after"), self._clock.now_ms()
-                    )
+                    wall_ms = self._clock.wall_ms()
+                    told_ms = retry_after_ms(answer.headers.get("retry-after"), wall_ms)
+                    if told_ms is not None:
+                        retry_at_ms = told_ms - wall_ms + self._clock.now_ms()
                 await _drained(answer)
         except (aiohttp.ClientError, OSError) as error:  # TimeoutError is an OSError
             what = "timed out" if isinstance(error, TimeoutError) else "the connection broke"
@@ -254,7 +255,7 @@ class Webhook:
 
     def _told(self, out: Outgoing, body: bytes) -> dict[str, str]:
         message = out.message
-        timestamp = self._clock.now_ms() // 1000
+        timestamp = self._clock.wall_ms() // 1000  # its receiver compares it with its own clock
         is_json = self._settings.body == "json"
         headers = {
             "content-type": "application/json" if is_json else _content_type(message),

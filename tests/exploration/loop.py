@@ -143,6 +143,9 @@ class LoopClock:
     def __init__(self, loop: ControlledLoop) -> None:
         self._loop = loop
 
+    def wall_ms(self) -> int:
+        return self.now_ms()
+
     def now_ms(self) -> int:
         return START_MS + int(self._loop.time() * 1000)
 

@@ -56,9 +56,11 @@ def properties(*pairs: tuple[int, Any]) -> bytes:
 
 
 @asynccontextmanager
-async def webhook(url: str, **options: Any) -> AsyncIterator[Webhook]:
+async def webhook(
+    url: str, *, clock: ManualClock | None = None, **options: Any
+) -> AsyncIterator[Webhook]:
     settings = WebhookSettings(name="alerts", filters=("alerts/#",), url=url, **options)
-    sender = Webhook(settings, ManualClock(NOW_MS))
+    sender = Webhook(settings, clock or ManualClock(NOW_MS))
     await sender.open()
     try:
         yield sender
@@ -126,6 +128,22 @@ async def test_retry_after_is_told_with_what_is_retried(status: int) -> None:
         webhook(receiver.url) as sender,
     ):
         assert (await sender.send(outgoing())).retry_at_ms == NOW_MS + 9_000
+
+
+@pytest.mark.parametrize("ms", [3_600_000, -3_600_000])
+async def test_the_time_that_is_told_and_heard_is_the_one_that_others_have(ms: int) -> None:
+    """The wall clock was wrong when the broker started, and was set right since."""
+    clock = ManualClock(NOW_MS - ms)
+    clock.set_right(ms=ms)
+    later = {"retry-after": "Tue, 14 Nov 2023 22:13:27 GMT"}
+    async with (
+        answering(Answer(503, later)) as receiver,
+        webhook(receiver.url, clock=clock) as sender,
+    ):
+        assert (await sender.send(outgoing())).retry_at_ms == clock.now_ms() + 7_000
+        told = receiver.requests[0].headers["webhook-timestamp"]
+    assert told == str(NOW_MS // 1000)
+    assert clock.now_ms() == NOW_MS - ms, "no deadline has moved"
 
 
 async def test_what_is_sent() -> None:
