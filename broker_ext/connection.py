@@ -18,12 +18,11 @@ from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from broker_ext.authentication import Authentication, method_of
-from broker_ext.feed import BadAskError, ask_of
-from broker_ext.options import NO_LOCAL, gives_retained
+from broker_ext.lane import Lane
 from broker_ext.reasons import NO_WORDS, Reason, Words, return_code
-from broker_ext.session import DISCONNECTED, End, Grant
-from broker_ext.shared import filter_of
-from broker_ext.terms import ANY, keep_alive_s, not_available, valid_payload
+from broker_ext.session import DISCONNECTED, End
+from broker_ext.subscribing import subscribe_now
+from broker_ext.terms import ANY, keep_alive_s, valid_payload
 from broker_ext.version5 import Version5, with_words
 from broker_ext.wire import (
     PACKET_ID,
@@ -40,10 +39,7 @@ from broker_ext.wire import (
     Publish,
     Pubrec,
     Pubrel,
-    Suback,
     Subscribe,
-    Unsuback,
-    Unsubscribe,
     UnsupportedVersion,
     connack,
     encode,
@@ -53,10 +49,7 @@ from broker_ext.wire import (
 from broker_ext.wire.kinds import CONNACK
 from broker_ext.wire.properties import (
     MESSAGE_EXPIRY_S,
-    SUBSCRIPTION_ID,
-    USER_PROPERTY,
 )
-from storage.names import is_shared
 
 if TYPE_CHECKING:
     from broker_ext.guard import Guard, Transport
@@ -71,14 +64,11 @@ log = logging.getLogger("amqtt_durable.connection")
 
 WRITE_HIGH_BYTES: Final = 256 << 10
 """A socket with more than this unsent is congested: its session keeps what it has."""
-LANE_BYTES_MAX: Final = 256 << 10
-"""Packets that wait behind a slow one; then the socket is not read."""
 LINGER_S: Final = 5.0
 """How long a closed connection may take to send what was written before it is cut."""
 HEADS_MAX: Final = 4096
 
 LOST = End("connection lost", blames=True)
-FAILED = End("connection lost", reason=Reason.UNSPECIFIED, blames=True)
 SILENT = End("keep alive", reason=Reason.KEEP_ALIVE, blames=True)
 
 WITH_WILL = End("disconnect with will")
@@ -115,8 +105,6 @@ class Connection(asyncio.Protocol):
         "_flush_scheduled",
         "_had_last_word",
         "_lane",
-        "_lane_bytes",
-        "_lane_task",
         "_loop",
         "_parts",
         "_parts_bytes",
@@ -174,9 +162,7 @@ class Connection(asyncio.Protocol):
         self._said_why = False
         self._had_last_word = False
         self._waiting: deque[_Waiting] = deque()
-        self._lane: deque[Packet] = deque()
-        self._lane_bytes = 0
-        self._lane_task: asyncio.Task[None] | None = None
+        self._lane = Lane()
         self._paused = False
         self._stopped = False
         self.keeps: object = None
@@ -200,7 +186,7 @@ class Connection(asyncio.Protocol):
         if packets:
             self._handle(packets)
         if self.decoder.error is not None and self.ended is None:
-            if self._connecting is not None or self._lane or self._lane_task is not None:
+            if self._connecting is not None or self._lane.is_busy:
                 return  # told when what came before it is done
             self._malformed(self.decoder.error)
 
@@ -216,7 +202,7 @@ class Connection(asyncio.Protocol):
 
     def _handle(self, packets: list[Packet]) -> None:
         session = self.session
-        if session is None or self._lane or self._lane_task is not None or self.guard.slow:
+        if session is None or self.guard.slow or self._lane.is_busy:
             self._queue(packets)
             return
         committer = self.hub.committer
@@ -229,8 +215,8 @@ class Connection(asyncio.Protocol):
             elif kind is Puback:
                 session.puback(packet[0])  # type: ignore[misc]
             elif kind in _BYPASS:
-                self._answer(session, packet)
-            elif kind is Subscribe and self._subscribe_now(session, packet):  # type: ignore[arg-type]
+                self.answer(session, packet)
+            elif kind is Subscribe and subscribe_now(self, session, packet):  # type: ignore[arg-type]
                 pass
             else:
                 self._queue(packets[i:])
@@ -239,24 +225,24 @@ class Connection(asyncio.Protocol):
                 return
         session.turn_over()
         if committer.waiting_bytes > before and committer.pressure():
-            self._pause_for_room()  # only who feeds it: others are heard while a disk hangs (P11)
+            self.pause_for_room()  # only who feeds it: others are heard while a disk hangs (P11)
 
     def _publish(self, session: Session, packet: Publish) -> None:
         flags, topic, packet_id, payload, _ = packet
         if topic[:1] == b"$":
             # not for applications [MQTT-4.7.2-1], but no error either: as what is not permitted
-            self._acknowledge_refused(session, packet, Reason.TOPIC_INVALID)
+            self.acknowledge_refused(session, packet, Reason.TOPIC_INVALID)
             return
         self.hub.figures.published += 1
         session.receive(topic, payload, (flags >> 1) & 3, packet_id, retain=bool(flags & 1))
 
     def _publish_5(self, session: Session, packet: Publish) -> None:
         """The same for MQTT 5, from the packet as it came."""
-        checked = self._checked(packet)
+        checked = self.checked(packet)
         if checked is not None:
             self._publish_checked(session, checked)
 
-    def _checked(self, packet: Publish) -> Publish | None:
+    def checked(self, packet: Publish) -> Publish | None:
         """With its topic and within the limits, or the connection has ended."""
         assert self.five is not None
         try:
@@ -265,13 +251,20 @@ class Connection(asyncio.Protocol):
             self._malformed(error)
             return None
 
+    def received(self, session: Session, packet: Publish) -> None:
+        """A PUBLISH that was asked about, and checked."""
+        if self.five is None:
+            self._publish(session, packet)
+        else:
+            self._publish_checked(session, packet)
+
     def _publish_checked(self, session: Session, packet: Publish) -> None:
         flags, topic, packet_id, payload, properties = packet
         if properties is None or topic[:1] == b"$":
             self._publish(session, packet)
             return
         if not valid_payload(properties, payload):
-            self._acknowledge_refused(session, packet, Reason.PAYLOAD_FORMAT)
+            self.acknowledge_refused(session, packet, Reason.PAYLOAD_FORMAT)
             return
         self.hub.figures.published += 1
         interval_s: int | None = properties.get(MESSAGE_EXPIRY_S)
@@ -285,7 +278,8 @@ class Connection(asyncio.Protocol):
             properties=properties.forwarded(),
         )
 
-    def _answer(self, session: Session, packet: Packet) -> None:
+    def answer(self, session: Session, packet: Packet) -> None:
+        """An acknowledgement of the client, PUBREL or PINGREQ."""
         match packet:
             case Puback():
                 session.puback(packet.packet_id)
@@ -321,19 +315,15 @@ class Connection(asyncio.Protocol):
                 return
             if session is not None and type(packet) in _BYPASS:
                 self.guard.packet_received(packet)
-                self._answer(session, packet)
+                self.answer(session, packet)
                 continue
-            self._lane.append(packet)
-            if type(packet) is Publish:
-                self._lane_bytes += len(packet.payload)
-                if self.five is not None and not self._within_quota(packet):
-                    return
-            self._lane_bytes += 64
+            self._lane.add(packet)
+            if type(packet) is Publish and self.five is not None and not self._within_quota(packet):
+                return
         if session is not None:
             session.turn_over()
-            if self._lane and self._lane_task is None:
-                self._start_lane()
-        if self._lane_bytes > LANE_BYTES_MAX:
+            self._lane.start(self)
+        if self._lane.is_full:
             self.pause()
 
     def _within_quota(self, packet: Publish) -> bool:
@@ -345,9 +335,6 @@ class Connection(asyncio.Protocol):
         except MalformedPacket as error:
             self._malformed(error)
         return self.ended is None
-
-    def _start_lane(self) -> None:
-        self._lane_task = asyncio.ensure_future(self._work())
 
     async def _connect(self, packet: Connect) -> None:
         """The CONNECT, then what was sent right behind it."""
@@ -382,56 +369,20 @@ class Connection(asyncio.Protocol):
             delay = self.hub.settings.timeout_disconnect_delay_s
             self.silent_after_s = (seconds + delay) * 1.5  # [MQTT-3.1.2-24]
         self.heard = True
-        if self._lane:
-            self._start_lane()
+        if self._lane.is_busy:
+            self._lane.start(self)
         elif self.decoder.error is not None:
             self._malformed(self.decoder.error)
 
-    async def _work(self) -> None:
-        """Work off the lane, one packet after the other."""
-        try:
-            while self._lane and self.ended is None:
-                packet = self._lane.popleft()
-                await self._slowly(packet)
-        except Exception:
-            log.exception("client %r: a packet could not be handled", self.peername)
-            self._end(FAILED)
-        finally:
-            self._lane_task = None
-            self._lane_bytes = 0
-            if self._paused and self.hub.committer.over:
-                self.hub.committer.when_room(self.resume)
-            elif self._paused:
-                self.resume()
-        if self.ended is not None:
-            return
+    def caught_up(self) -> None:
+        """The lane is empty: on with the rest."""
         if self.session is not None:
             self.session.turn_over()
         if self.decoder.error is not None:
             self._malformed(self.decoder.error)
 
-    async def _slowly(self, packet: Packet) -> None:
-        session = self.session
-        assert session is not None
-        if type(packet) is Publish and self.five is not None:
-            checked = self._checked(packet)
-            if checked is None:
-                return
-            packet = checked
-        self.guard.packet_received(packet)
-        match packet:
-            case Publish():
-                await self._publish_guarded(session, packet)
-            case Subscribe():
-                await self._subscribe(session, packet)
-            case Unsubscribe():
-                await self._unsubscribe(session, packet)
-            case Disconnect():
-                self._disconnect(session, packet)
-            case _:
-                self._answer(session, packet)
-
-    def _disconnect(self, session: Session, packet: Disconnect) -> None:
+    def disconnect(self, session: Session, packet: Disconnect) -> None:
+        """DISCONNECT."""
         if self.five is not None:
             try:
                 self.five.leave(packet)
@@ -444,26 +395,7 @@ class Connection(asyncio.Protocol):
         else:
             self._end(WITH_WILL if packet.reason else DISCONNECTED)
 
-    async def _publish_guarded(self, session: Session, packet: Publish) -> None:
-        self.guard.message_received(packet, permitted=None)
-        if packet.topic[:1] != b"$":
-            if not await self.guard.may_publish(packet.topic):
-                self.guard.message_received(packet, permitted=False)
-                self._acknowledge_refused(session, packet, Reason.NOT_AUTHORIZED)
-                return
-            if self.ended is not None or session.sealed:
-                return
-            self.guard.message_received(packet, permitted=True)
-        committer = self.hub.committer
-        before = committer.waiting_bytes
-        if self.five is None:
-            self._publish(session, packet)
-        else:
-            self._publish_checked(session, packet)
-        if committer.waiting_bytes > before and committer.pressure():
-            self._pause_for_room()
-
-    def _acknowledge_refused(self, session: Session, packet: Publish, reason: Reason) -> None:
+    def acknowledge_refused(self, session: Session, packet: Publish, reason: Reason) -> None:
         """A message that is not taken is dropped, and its client told why; 3.1.1 cannot say no, so
         there it is acknowledged [MQTT-3.3.5-2]."""
         if packet.qos == 1:
@@ -473,86 +405,6 @@ class Connection(asyncio.Protocol):
                 session.inbound.add(packet.packet_id)
                 reason = Reason.SUCCESS  # of MQTT 5: the message with this id was taken before
             self.acknowledge(encode(Pubrec(packet.packet_id, reason), self.version), stored=False)
-
-    def _subscribe_now(self, session: Session, packet: Subscribe) -> bool:
-        """Have subscriptions that nobody must be asked for in force as soon as they are read: so a
-        message that another client sends after them is delivered. False: they have to wait."""
-        if session.durable or (packet.properties and packet.properties.get(USER_PROPERTY)):
-            return False
-        if any(is_shared(wanted.filter) for wanted in packet.filters):
-            return False
-        grants = self._grants(session, packet)
-        codes = session.subscribe_now(grants)
-        self._subscribed(session, packet, grants, codes, NO_WORDS)
-        return True
-
-    def _grants(self, session: Session, packet: Subscribe) -> list[Grant]:
-        settings = self.hub.settings
-        identifier = packet.properties.get(SUBSCRIPTION_ID, 0) if packet.properties else 0
-        grants: list[Grant] = []
-        for topic_filter, options in packet.filters:
-            code = not_available(topic_filter, identifier, settings)
-            qos = min(options & 3, settings.max_qos)
-            gives = not is_shared(topic_filter) and gives_retained(  # MQTT 5, 3.8.4
-                options, existed=topic_filter in session.subscriptions
-            )
-            grants.append(Grant(topic_filter, qos, not code, options & ~3, identifier, code, gives))
-        return grants
-
-    async def _subscribe(self, session: Session, packet: Subscribe) -> None:
-        if any(options & NO_LOCAL and is_shared(name) for name, options in packet.filters):
-            # [MQTT5-3.8.3-4]
-            self._end(End("no local on a shared subscription", reason=Reason.PROTOCOL_ERROR))
-            return
-        grants = self._grants(session, packet)
-        for i, grant in enumerate(grants):
-            # of a group the topic plugins are asked for what it shares
-            plain = filter_of(grant.filter) if is_shared(grant.filter) else grant.filter
-            if grant.allowed and not (plain and await self.guard.may_subscribe(plain)):
-                grants[i] = grant._replace(allowed=False, code=Reason.NOT_AUTHORIZED)
-        words = NO_WORDS
-        try:
-            ask = ask_of(packet.properties)
-        except BadAskError as error:
-            codes = [Reason.IMPLEMENTATION if g.allowed else g.code for g in grants]
-            words = error.words
-        else:
-            if ask is None:
-                codes = await session.subscribe(grants)
-            else:
-                grants = [_without_position(grant) for grant in grants]
-                codes, words = await session.read_history(grants, ask)
-        self._subscribed(session, packet, grants, codes, words)
-
-    def _subscribed(
-        self,
-        session: Session,
-        packet: Subscribe,
-        grants: list[Grant],
-        codes: list[int],
-        words: Words,
-    ) -> None:
-        if session.sealed or self.closed:
-            return
-        self.send(Suback(packet.packet_id, bytes(codes), with_words(words)))
-        granted = [g for g, code in zip(grants, codes, strict=True) if code < Reason.UNSPECIFIED]
-        for grant in granted:
-            self.guard.subscribed(grant.filter, grant.qos)
-        session.give_retained(granted)
-        session.start_reading()
-
-    async def _unsubscribe(self, session: Session, packet: Unsubscribe) -> None:
-        codes = await session.unsubscribe(list(packet.filters))
-        if self.version < 5 and max(codes) >= Reason.UNSPECIFIED:
-            # 3.1.1 has no "failed" in UNSUBACK: close, so that the client tries again
-            self._end(LOST)
-            return
-        if session.sealed or self.closed:
-            return
-        for topic_filter, code in zip(packet.filters, codes, strict=True):
-            if code < Reason.UNSPECIFIED:
-                self.guard.unsubscribed(topic_filter)
-        self.send(Unsuback(packet.packet_id, bytes(codes)))
 
     # ------------------------------------------------------------------ authentication
 
@@ -738,17 +590,21 @@ class Connection(asyncio.Protocol):
         self.deadline_s = self.hub.clock.monotonic() + self.hub.settings.connect_timeout_s
         self.resume()
 
-    def _pause_for_room(self) -> None:
+    def pause_for_room(self) -> None:
+        """Its client feeds the store faster than that commits: do not read until there is room."""
         self.pause()
         self.hub.committer.when_room(self.resume)
 
+    def resume_when_room(self) -> None:
+        """Read again, as soon as the store has room."""
+        if self._paused and self.hub.committer.over:
+            self.hub.committer.when_room(self.resume)
+        else:
+            self.resume()
+
     def resume(self) -> None:
         """Read again, if nothing else forbids it."""
-        if (
-            self._paused
-            and not (self.closed or self._stopped)
-            and self._lane_bytes <= LANE_BYTES_MAX
-        ):
+        if self._paused and not (self.closed or self._stopped or self._lane.is_full):
             self._paused = False
             self.heard = True
             self.transport.resume_reading()
@@ -869,10 +725,3 @@ class Connection(asyncio.Protocol):
         self._parts.clear()
         self.guard.closed()
         self.session = self.five = None  # no ring: what is not needed any more is freed at once
-
-
-def _without_position(grant: Grant) -> Grant:
-    """A group has its own position: a client cannot bring one to a shared subscription."""
-    if grant.allowed and is_shared(grant.filter):
-        return grant._replace(allowed=False, code=Reason.IMPLEMENTATION)
-    return grant

@@ -196,7 +196,7 @@ async def test_a_client_whose_lane_was_full_when_the_disk_hung_is_read_again() -
         await broker.turns(lambda: broker.hub.committer.over)
         broker.slow_filters[b"slow"].set()
         await second.next(Suback)
-        await broker.turns(lambda: lane._lane_task is None)
+        await broker.turns(lambda: not lane._lane.is_busy)
         gate.release()
         await second.quiet()
 
