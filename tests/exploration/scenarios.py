@@ -466,6 +466,28 @@ def two_who_make_one_group(world: World) -> None:
     world.link("two/2", over("two/1"), unsubscribe(JOBS), subscribe((JOBS, 2)))
 
 
+@scenario(settings=Settings(max_delivery_attempts=200), faults=1)
+def a_group_whose_members_break(world: World) -> None:
+    """What was under way goes alone, beside the session's own messages."""
+    topics = (b"t", b"t", b"own", b"t", b"t")
+    world.link("one/1", subscribe((JOBS, 2), (b"own", 1)), settled(), droppable=True)
+    world.link("two/1", subscribe((JOBS, 1)), settled(), droppable=True)
+    world.link("pub/1", subscribed("one/1"), *(publish(t, 1 + n % 2) for n, t in enumerate(topics)))
+    world.link("one/2", over("one/1"), settled(), droppable=True)
+    world.link("two/2", until("delivered", lambda w: bool(_link(w, "two/1").received)), drop())
+    world.link("one/3", over("one/2"))
+
+
+@scenario(settings=Settings(max_delivery_attempts=200, max_inflight=2), faults=1)
+def a_small_group_whose_members_break(world: World) -> None:
+    """One of them is transient, and nobody has much room."""
+    world.link("one/1", subscribe((JOBS, 1)), settled(), clean=True, droppable=True)
+    world.link("two/1", subscribe((JOBS, 1)), settled(), droppable=True)
+    world.link("pub/1", subscribed("two/1"), *_four(1), *_four(1))
+    world.link("two/2", over("two/1"), settled(), droppable=True)
+    world.link("two/3", over("two/2"))
+
+
 @scenario(guarded=True, slow=frozenset({"may_receive"}), faults=1)
 def a_group_that_asks_topic_plugins(world: World) -> None:
     world.link("one/1", subscribe((JOBS, 2)), settled(), droppable=True)
