@@ -47,6 +47,7 @@ __all__ = [
     "remove_incoming",
     "sidecar_file",
     "sync_file",
+    "the_kind_in",
 ]
 
 Kind = Literal["lmdb", "sqlite"]
@@ -83,6 +84,15 @@ def kind_in(directory: Path) -> Kind | None:
             " run it again, or move the one that you do not want away",
         )
     return found[0] if found else None
+
+
+def the_kind_in(directory: Path) -> Kind:
+    """The kind of the database in a directory. Raises StoreUnusable if there is none, or two."""
+    kind = kind_in(directory)
+    if kind is None:
+        names = " nor ".join(FILES[kind] for kind in KINDS)
+        raise StoreUnusable(str(directory), f"there is no database in it, neither {names}")
+    return kind
 
 
 def ours(directory: Path) -> list[Path]:

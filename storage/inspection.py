@@ -21,13 +21,13 @@ from storage.errors import RecordDamaged, StoreCorrupt, StoreError, StoreTooNew,
 from storage.files import (
     INCOMING,
     database_file,
-    kind_in,
     locked,
     open_database,
     ours,
     put_in_place,
     remove_incoming,
     sidecar_file,
+    the_kind_in,
 )
 from storage.identity import Sidecar, changed, place_of
 from storage.kv import Space
@@ -193,16 +193,9 @@ def inspect(data: Path, keyring: Keyring | None = None) -> Inspection:
     Raises StoreLocked when a broker has it, StoreUnusable when nothing is there, StoreTooNew,
     SealKeyMissing, SealKeyWrong.
     """
-    kind = _kind(data)
+    kind = the_kind_in(data)
     with locked(data):
         return _inspect(data, kind, keyring)
-
-
-def _kind(data: Path) -> Kind:
-    kind = kind_in(data) if data.is_dir() else None
-    if kind is None:
-        raise StoreUnusable(str(data), "there is no database in it")
-    return kind
 
 
 def _inspect(data: Path, kind: Kind, keyring: Keyring | None) -> Inspection:
@@ -299,7 +292,7 @@ def repair(
     generation stays where identity and ends are sound, so that who lost something is told 410.
     Raises as ``inspect``, and StoreCorrupt if it cannot be made sound; then nothing was changed.
     """
-    kind = _kind(data)
+    kind = the_kind_in(data)
     data = data.resolve()
     with locked(data):
         found = _inspect(data, kind, keyring)

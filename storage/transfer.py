@@ -41,7 +41,6 @@ from storage.errors import (
 from storage.files import (
     INCOMING,
     database_file,
-    kind_in,
     locked,
     open_database,
     ours,
@@ -49,6 +48,7 @@ from storage.files import (
     remove_incoming,
     sidecar_file,
     sync_file,
+    the_kind_in,
 )
 from storage.identity import Sidecar, changed, mint, place_of, sync_directory
 from storage.kv import U64, Space
@@ -170,9 +170,7 @@ def back_up(
     time. Gives the manifest, and what check found in the copy.
     Raises StoreUnusable (nothing there, or something at the target), StoreUnavailable, StoreFull.
     """
-    kind = kind_in(data) if data.is_dir() else None
-    if kind is None:
-        raise StoreUnusable(str(data), "there is no database to back up")
+    kind = the_kind_in(data)
     target = target.absolute()
     _must_be_free(target)
     building = target.with_name(f".{target.name}{INCOMING}-{os.getpid()}")
@@ -462,7 +460,8 @@ def migrate(
     try:
         data = data.resolve()
         if not database_file(data, source).exists():
-            raise StoreUnusable(str(data), f"there is no {FILES[source]} to migrate from")
+            found = the_kind_in(data)
+            raise StoreUnusable(str(data), f"the database in it is of kind {found}, not {source}")
         goal = data if to_data is None else to_data
         goal.mkdir(parents=True, exist_ok=True)
         goal = goal.resolve()
@@ -598,9 +597,7 @@ def rekey(
     leaves the old one, or the new one, whole.
     Raises SealKeyMissing, SealKeyWrong, StoreLocked, StoreUnusable, StoreCorrupt, StoreUnavailable.
     """
-    kind = kind_in(data) if data.is_dir() else None
-    if kind is None:
-        raise StoreUnusable(str(data), "there is no database in it")
+    kind = the_kind_in(data)
     try:
         data = data.resolve()
         with locked(data):

@@ -14,29 +14,25 @@ interrupted.
 
 from __future__ import annotations
 
-import contextlib
 from enum import StrEnum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import Annotated
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
-    from broker_ext.cli.outbox import Desk
+from broker_ext.cli.store import DEFAULT_DATA, DataOption, Store, at_store, told
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
+    rich_markup_mode=None,  # which cuts words off on a narrow terminal, and eats "[default: ...]"
     pretty_exceptions_enable=False,  # a traceback with local variables could show a payload (P13)
 )
 
 
-class Store(StrEnum):
+class Kind(StrEnum):
     """Where history is kept."""
 
     LMDB = "lmdb"
@@ -59,8 +55,23 @@ class LogLevel(StrEnum):
     ERROR = "error"
 
 
+def _tell_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version  # noqa: PLC0415
+
+        typer.echo(f"amqtt-durable {version('amqtt-durable')}, amqtt {version('amqtt')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _amqtt_durable() -> None:
+def _amqtt_durable(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the versions.", callback=_tell_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
     """Durable MQTT sessions for the amqtt broker."""
 
 
@@ -68,7 +79,7 @@ def _amqtt_durable() -> None:
 def serve(
     data: Annotated[
         Path | None,
-        typer.Option(help="Data directory.  [default: ./amqtt-durable-data]", show_default=False),
+        typer.Option(help=f"Data directory.  [default: {DEFAULT_DATA}]", show_default=False),
     ] = None,
     bind: Annotated[
         str | None,
@@ -79,10 +90,16 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    store: Annotated[Store | None, typer.Option(help="Store of the history.")] = None,
+    store: Annotated[
+        Kind | None,
+        typer.Option(help="Store of the history.  [default: sqlite]", show_default=False),
+    ] = None,
     durability: Annotated[
         Durability | None,
-        typer.Option(help="What a commit waits for: the disk (fsync) or the system (os)."),
+        typer.Option(
+            help="What a commit waits for: the disk (fsync) or the system (os).  [default: fsync]",
+            show_default=False,
+        ),
     ] = None,
     key_file: Annotated[
         Path | None,
@@ -109,10 +126,14 @@ def serve(
 
     running.set_up_logging(log_level.value if log_level else None)
     try:
+        where = serving.parse_bind(bind) if bind is not None else None
+    except CannotServe as exc:
+        raise typer.BadParameter(str(exc), param_hint="--bind") from exc
+    try:
         wanted = serving.serving_config(
             serving.read_yaml(config) if config else {},
             data=data,
-            bind=serving.parse_bind(bind) if bind is not None else None,
+            bind=where,
             store=store.value if store else None,
             durability=durability.value if durability else None,
             key_file=key_file,
@@ -126,7 +147,7 @@ def serve(
 
 @app.command()
 def demo(
-    store: Annotated[Store | None, typer.Option(help="Store of the broker.")] = None,
+    store: Annotated[Kind | None, typer.Option(help="Store of the broker.")] = None,
     seconds: Annotated[
         float, typer.Option(min=1, max=3600, help="How long the sensors publish.")
     ] = 12,
@@ -166,104 +187,89 @@ def demo(
     raise typer.Exit(the_demo.run(options))
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-DataOption = Annotated[
-    Path | None,
-    typer.Option("--data", help="Data directory.  [default: ./amqtt-durable-data]"),
-]
-
-KeyFileOption = Annotated[
-    Path | None,
-    typer.Option(help="Keys of a sealed store, in a file (see `keygen`).", show_default=False),
-]
-KeyEnvOption = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Its keys, in an environment variable.", show_default=False),
-]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+LimitOption = Annotated[int, typer.Option(min=1, help="How many at most.")]
 
 
 @app.command()
+@at_store
 def backup(
+    store: Store,
     target: Annotated[Path, typer.Argument(metavar="DIR", help="A new directory for the copy.")],
-    data: DataOption = None,
     check_copy: Annotated[
         bool, typer.Option("--check/--no-check", help="Check the copy before it is reported.")
     ] = True,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
 ) -> None:
     """Copy the store to DIR, also while a broker serves it.
 
     The copy is one committed state. DIR appears when it is complete and on disk.
     """
-    with _told():
-        from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
+    from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
 
-        keys = operations.Keys(key_file, key_env)
-        if not operations.backup(target, _data(data), keys, is_checked=check_copy):
-            raise typer.Exit(1)
+    if not operations.backup(store, target, is_checked=check_copy):
+        raise typer.Exit(1)
 
 
 @app.command()
 def restore(
     backup: Annotated[Path, typer.Argument(metavar="BACKUP", help="What `backup` has made.")],
-    data: DataOption = None,
+    data: DataOption = DEFAULT_DATA,
     force: Annotated[
         bool,
         typer.Option("--force", help="Set a store that is there aside, as DATA.replaced-<time>."),
     ] = False,
 ) -> None:
-    """Put a backup in the place of the store, in a new generation. Not while a broker runs."""
-    with _told():
+    """Put a backup in the place of the store, while no broker runs.
+
+    It is in a new generation then: sessions are resumed unchecked from where the backup has them.
+    """
+    with told():
         from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
 
-        operations.restore(backup, _data(data), is_forced=force)
+        operations.restore(backup, data, is_forced=force)
 
 
 @app.command()
+@at_store
 def migrate(
-    source: Annotated[Store, typer.Option("--from", help="What the store is.")],
-    target: Annotated[Store, typer.Option("--to", help="What it is to be.")],
-    data: DataOption = None,
+    store: Store,
+    source: Annotated[Kind, typer.Option("--from", help="What the store is.")],
+    target: Annotated[Kind, typer.Option("--to", help="What it is to be.")],
     to_data: Annotated[
         Path | None,
         typer.Option(help="Put the new store there, and leave the old one.", show_default=False),
     ] = None,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
 ) -> None:
-    """Move the store to the other backend, compared and checked. Not while a broker runs.
+    """Move the store to the other backend, while no broker runs.
 
-    The old files are kept beside it. A crash in the middle leaves them untouched.
+    The new one is compared with the old one and checked. The old files are kept beside it. A crash
+    in the middle leaves them untouched.
     """
-    with _told():
-        from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
+    from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
 
-        keys = operations.Keys(key_file, key_env)
-        operations.migrate(source.value, target.value, _data(data), to_data, keys)
+    if source == target:
+        raise typer.BadParameter("--from and --to must differ")
+    operations.migrate(store, source.value, target.value, to_data)
 
 
 @app.command()
+@at_store
 def check(
-    data: DataOption = None,
+    store: Store,
     repair: Annotated[
         bool,
         typer.Option("--repair", help="Set aside what is damaged, and say who will be reset."),
     ] = False,
     as_json: JsonOption = False,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
 ) -> None:
-    """Walk every invariant of a store that no broker serves, and print its figures.
+    """Check a store that no broker serves, and print its figures.
 
     Exits with 0 if it is sound (or was repaired), else 1.
     """
-    with _told():
-        from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
+    from broker_ext.cli import operations  # noqa: PLC0415 - not for `--help`
 
-        keys = operations.Keys(key_file, key_env)
-        if not operations.check(_data(data), keys, is_repaired=repair, as_json=as_json):
-            raise typer.Exit(1)
+    if not operations.check(store, is_repaired=repair, as_json=as_json):
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -274,38 +280,35 @@ def keygen(
         typer.Option("--id", help="Id of the key, no secret.  [default: the time]"),
     ] = None,
 ) -> None:
-    """Make a key and put it first in FILE: what is stored from then on is sealed with it.
+    """Make a key and put it first in FILE.
 
-    Keys that are in FILE stay: they are needed until `rekey` is done. Only its owner can read it.
+    What is stored from then on is sealed with it. Keys that are in FILE stay: they are needed until
+    `rekey` is done. Only its owner can read it.
     """
-    with _told():
+    with told():
         from broker_ext.cli import sealing  # noqa: PLC0415 - not for `--help`
 
         typer.echo(f"key {sealing.keygen(file, key_id)} is the first one in {file}")
 
 
 @app.command()
+@at_store
 def rekey(
-    data: DataOption = None,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
+    store: Store,
     seal_topics: Annotated[
         bool, typer.Option("--seal-topics", help="Seal the names of topics, too, from now on.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Seal everything in the store with the first of its keys, also while a broker runs.
+    """Seal everything in the store with the first of its keys.
 
     A running broker reads its keys again from where its configuration has them. Without a broker,
     name them with --key-file or --key-env; the store is then written anew. When it is done, no
     other key is needed any more.
     """
-    with _told():
-        from broker_ext.cli import sealing  # noqa: PLC0415 - not for `--help`
-        from broker_ext.cli.operations import Keys  # noqa: PLC0415
+    from broker_ext.cli import sealing  # noqa: PLC0415 - not for `--help`
 
-        done = sealing.rekey(_data(data), Keys(key_file, key_env), seal_topics=seal_topics)
-        sealing.tell(done, as_json=as_json)
+    sealing.tell(sealing.rekey(store, seal_topics=seal_topics), as_json=as_json)
 
 
 UnmaskOption = Annotated[
@@ -315,25 +318,25 @@ UnmaskOption = Annotated[
 
 @app.command()
 def sessions(
-    data: DataOption = None,
+    data: DataOption = DEFAULT_DATA,
     unmask: UnmaskOption = False,
-    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 1000,
+    limit: LimitOption = 1000,
     as_json: JsonOption = False,
 ) -> None:
     """List the sessions of a running broker.
 
     lag: entries of the history behind its cursor; since: when it was left, or made.
     """
-    with _told():
+    with told():
         from broker_ext.cli import watching  # noqa: PLC0415 - not for `--help`
 
-        watching.sessions(_data(data), is_unmasked=unmask, as_json=as_json, limit=limit)
+        watching.sessions(data, is_unmasked=unmask, as_json=as_json, limit=limit)
 
 
 @app.command()
 def groups(
-    data: DataOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 1000,
+    data: DataOption = DEFAULT_DATA,
+    limit: LimitOption = 1000,
     as_json: JsonOption = False,
 ) -> None:
     """List the groups of shared subscriptions of a running broker.
@@ -341,37 +344,40 @@ def groups(
     connected, stored: members that are connected, and whose session is stored; lag: entries of the
     history behind its cursor; waiting: messages that nobody has room for; under way: with members.
     """
-    with _told():
+    with told():
         from broker_ext.cli import watching  # noqa: PLC0415 - not for `--help`
 
-        watching.groups(_data(data), as_json=as_json, limit=limit)
+        watching.groups(data, as_json=as_json, limit=limit)
 
 
 @app.command()
 def kick(
     client_id: Annotated[str, typer.Argument(metavar="CLIENT_ID")],
-    data: DataOption = None,
+    data: DataOption = DEFAULT_DATA,
 ) -> None:
     """Close a client's connection. Its session is kept, and it may come back at once.
 
     Exits with 1 if it is not connected.
     """
-    with _told():
+    with told():
         from broker_ext.cli import watching  # noqa: PLC0415 - not for `--help`
 
-        if not watching.kick(_data(data), client_id):
+        if not watching.kick(data, client_id):
             raise typer.Exit(1)
 
 
-outbox_app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False)
+outbox_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+)
 app.add_typer(outbox_app, name="outbox")
 
 
 @outbox_app.callback()
 def _outbox() -> None:
-    """What sinks have to send, and dead letters; also where no broker runs.
+    """What sinks have to send, and dead letters.
 
-    Destinations and client ids are masked. Without a broker, a sealed store needs its keys.
+    It is told by the broker, or read from the store where none runs. Destinations and client ids
+    are masked. Without a broker, a sealed store needs its keys.
     """
 
 
@@ -379,127 +385,96 @@ QueueOption = Annotated[str | None, typer.Option("--queue", help="Of this sink o
 
 
 @outbox_app.command("backlog")
-def outbox_backlog(
-    data: DataOption = None,
-    unmask: UnmaskOption = False,
-    as_json: JsonOption = False,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
-) -> None:
+@at_store
+def outbox_backlog(store: Store, unmask: UnmaskOption = False, as_json: JsonOption = False) -> None:
     """Count messages by state, and how long the oldest has been due."""
-    with _desk(data, key_file, key_env) as (outbox, desk):
+    from broker_ext.cli import outbox  # noqa: PLC0415 - not for `--help`
+
+    with outbox.Desk(store) as desk:
         outbox.backlog(desk, is_unmasked=unmask, as_json=as_json)
 
 
 @outbox_app.command("dead-letters")
+@at_store
 def outbox_dead_letters(
-    data: DataOption = None,
+    store: Store,
     queue: QueueOption = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many at most.")] = 1000,
+    limit: LimitOption = 1000,
     unmask: UnmaskOption = False,
     as_json: JsonOption = False,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
 ) -> None:
     """List messages that are not tried again."""
-    with _desk(data, key_file, key_env) as (outbox, desk):
+    from broker_ext.cli import outbox  # noqa: PLC0415 - not for `--help`
+
+    with outbox.Desk(store) as desk:
         outbox.dead_letters(desk, queue, limit=limit, is_unmasked=unmask, as_json=as_json)
 
 
 @outbox_app.command("show")
+@at_store
 def outbox_show(
+    store: Store,
     message_id: Annotated[int, typer.Argument(metavar="ID", min=1)],
-    data: DataOption = None,
     payload: Annotated[bool, typer.Option("--payload", help="Its payload, too: base64.")] = False,
     unmask: UnmaskOption = False,
     as_json: JsonOption = False,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
 ) -> None:
     """Tell everything about one message."""
-    with _desk(data, key_file, key_env) as (outbox, desk):
+    from broker_ext.cli import outbox  # noqa: PLC0415 - not for `--help`
+
+    with outbox.Desk(store) as desk:
         outbox.show(desk, message_id, has_payload=payload, is_unmasked=unmask, as_json=as_json)
 
 
 @outbox_app.command("reissue")
+@at_store
 def outbox_reissue(
-    ids: Annotated[list[int] | None, typer.Argument(metavar="[ID]...")] = None,
-    data: DataOption = None,
+    store: Store,
+    ids: Annotated[list[int] | None, typer.Argument(metavar="ID")] = None,
     all_of: Annotated[
         str | None, typer.Option("--all", metavar="SINK", help="Every dead letter of a sink.")
     ] = None,
     as_json: JsonOption = False,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
 ) -> None:
-    """Have dead letters sent again, each as a fresh message. The audit has who asked.
+    """Have dead letters sent again, each as a fresh message.
 
-    Exits with 1 if one of them was refused.
+    The audit has who asked. Exits with 1 if one of them was refused.
     """
+    from broker_ext.cli import outbox  # noqa: PLC0415 - not for `--help`
+
     if bool(ids) == (all_of is not None):
         raise typer.BadParameter("name the messages, or a sink with --all")
-    with _desk(data, key_file, key_env) as (outbox, desk):
+    with outbox.Desk(store) as desk:
         if not outbox.reissue(desk, ids or [], all_of, as_json=as_json):
             raise typer.Exit(1)
 
 
 @outbox_app.command("purge")
+@at_store
 def outbox_purge(
-    data: DataOption = None,
+    store: Store,
     queue: QueueOption = None,
     done_days: Annotated[
         float, typer.Option(min=0, help="Keep what was delivered or expired for so long.")
     ] = 30,
     dead_days: Annotated[float, typer.Option(min=0, help="Keep dead letters for so long.")] = 90,
     as_json: JsonOption = False,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
 ) -> None:
     """Delete messages that ended long ago."""
-    with _desk(data, key_file, key_env) as (outbox, desk):
+    from broker_ext.cli import outbox  # noqa: PLC0415 - not for `--help`
+
+    with outbox.Desk(store) as desk:
         outbox.purge(desk, queue, done_days=done_days, dead_days=dead_days, as_json=as_json)
 
 
 @outbox_app.command("audit")
-def outbox_audit(
-    data: DataOption = None,
-    as_json: JsonOption = False,
-    key_file: KeyFileOption = None,
-    key_env: KeyEnvOption = None,
-) -> None:
+@at_store
+def outbox_audit(store: Store, as_json: JsonOption = False) -> None:
     """List who had which dead letter reissued."""
-    with _desk(data, key_file, key_env) as (outbox, desk):
+    from broker_ext.cli import outbox  # noqa: PLC0415 - not for `--help`
+
+    with outbox.Desk(store) as desk:
         outbox.audit(desk, as_json=as_json)
-
-
-@contextlib.contextmanager
-def _desk(
-    data: Path | None, key_file: Path | None, key_env: str | None
-) -> Iterator[tuple[ModuleType, Desk]]:
-    with _told():
-        from broker_ext.cli import outbox  # noqa: PLC0415 - not for `--help`
-        from broker_ext.cli.operations import Keys  # noqa: PLC0415
-
-        with outbox.Desk(_data(data), Keys(key_file, key_env)) as desk:
-            yield outbox, desk
-
-
-def _data(data: Path | None) -> Path:
-    from broker_ext.cli.serving import DEFAULT_DATA  # noqa: PLC0415 - not for `--help`
-
-    return data if data is not None else DEFAULT_DATA
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Tell what cannot be done in one line, with exit code 1."""
-    from broker_ext.cli.errors import CannotOperate  # noqa: PLC0415
-
-    try:
-        yield
-    except CannotOperate as exc:
-        typer.echo(f"amqtt-durable: {exc}", err=True)
-        raise typer.Exit(1) from exc
 
 
 def main() -> None:

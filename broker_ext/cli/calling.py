@@ -44,7 +44,7 @@ def call(data: Path, name: str, *, timeout_s: float = ANSWER_S, **arguments: Any
     try:
         try:
             connection.connect()
-        except (FileNotFoundError, ConnectionRefusedError) as error:
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError) as error:
             raise NoBroker(f"no broker is running on {data}") from error
         except PermissionError as error:
             raise CannotOperate(f"{path}: permission denied: ask as the broker's user") from error

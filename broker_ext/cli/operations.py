@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -21,7 +21,6 @@ from storage.apart import apart
 from storage.errors import StoreError, StoreLocked
 from storage.inspection import inspect
 from storage.inspection import repair as repair_directory
-from storage.keyring import read_keys
 from storage.transfer import back_up
 from storage.transfer import migrate as migrate_directory
 from storage.transfer import restore as restore_backup
@@ -30,13 +29,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
+    from broker_ext.cli.store import Store
     from storage.files import Kind
     from storage.inspection import Figures, Inspection
-    from storage.keyring import Keyring
     from storage.repair import Repaired, Reset
 
 __all__ = [
-    "Keys",
     "as_one_line",
     "backup",
     "check",
@@ -46,19 +44,6 @@ __all__ = [
 ]
 
 
-class Keys(NamedTuple):
-    """Where the keys of a sealed store are, if they are anywhere."""
-
-    file: Path | None = None
-    variable: str | None = None
-
-    def read(self) -> Keyring | None:
-        """Raises KeysUnusable."""
-        if self.file is not None and self.variable:
-            raise CannotOperate("--key-file and --key-env are both given; keys come from one place")
-        return read_keys(file=self.file, variable=self.variable or "")
-
-
 LINES_MAX = 100
 """Sentences of one kind printed; --json has all of them."""
 
@@ -66,22 +51,22 @@ STOP_IT = "stop the broker first"
 CHECK_A_BACKUP = "stop the broker first, or take a backup of it and check that"
 
 
-def backup(target: Path, data: Path, keys: Keys, *, is_checked: bool) -> bool:
-    """Copy the store in ``data`` to ``target``; whether the copy is sound."""
+def backup(store: Store, target: Path, *, is_checked: bool) -> bool:
+    """Copy the store to ``target``; whether the copy is sound."""
     with as_one_line(), progress_on_stderr() as progress:
         manifest, violations = back_up(
-            data,
+            store.data,
             target,
             now_ms=int(time.time() * 1000),
             is_checked=is_checked,
-            keyring=keys.read(),
+            keyring=store.keys.read(),
             progress=progress,
         )
     checked = "not checked" if not is_checked else "sound" if not violations else "damaged"
     typer.echo(
-        f"backed up the {manifest.kind} store of {data} to {target}: {_size(manifest.bytes)}, "
-        f"entries {manifest.floor + 1} to {manifest.head}, generation {manifest.generation}; "
-        f"the copy is {checked}"
+        f"backed up the {manifest.kind} store of {store.data} to {target}: "
+        f"{_size(manifest.bytes)}, entries {manifest.floor + 1} to {manifest.head}, "
+        f"generation {manifest.generation}; the copy is {checked}"
     )
     _list(violations)
     if violations:
@@ -107,10 +92,9 @@ def restore(source: Path, data: Path, *, is_forced: bool) -> None:
     )
 
 
-def migrate(source: Kind, target: Kind, data: Path, to_data: Path | None, keys: Keys) -> None:
+def migrate(store: Store, source: Kind, target: Kind, to_data: Path | None) -> None:
     """Move a store to the other backend."""
-    if source == target:
-        raise CannotOperate(f"it is a {source} store already: --from and --to must differ")
+    data = store.data
     with as_one_line(STOP_IT), progress_on_stderr() as progress:
         done = migrate_directory(
             data,
@@ -118,7 +102,7 @@ def migrate(source: Kind, target: Kind, data: Path, to_data: Path | None, keys: 
             target=target,
             to_data=to_data,
             keep_in=_aside(data, "replaced"),
-            keyring=keys.read(),
+            keyring=store.keys.read(),
             progress=progress,
         )
     typer.echo(
@@ -133,12 +117,12 @@ def migrate(source: Kind, target: Kind, data: Path, to_data: Path | None, keys: 
     typer.echo(f"configure `store: {target}` before the next start")
 
 
-def check(data: Path, keys: Keys, *, is_repaired: bool, as_json: bool) -> bool:
+def check(store: Store, *, is_repaired: bool, as_json: bool) -> bool:
     """Walk every invariant, repair if asked; whether it is sound now."""
     done: Repaired | None = None
     kept: Path | None = None
     with as_one_line(STOP_IT if is_repaired else CHECK_A_BACKUP):
-        keyring = keys.read()
+        data, keyring = store.data, store.keys.read()
         if is_repaired:
             keep_in = _aside(data, "damaged")
             found, done, kept = apart(

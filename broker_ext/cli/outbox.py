@@ -20,16 +20,16 @@ from broker_ext.operating import OPERATING
 from broker_ext.operations import RefusedError
 from storage import open_store
 from storage.clock import SystemClock
-from storage.files import kind_in
+from storage.errors import StoreUnusable
+from storage.files import the_kind_in
 from storage.roles import Handles
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
     from types import TracebackType
 
-    from broker_ext.cli.operations import Keys
-    from storage.api import Store
+    from broker_ext.cli.store import Store
+    from storage import api
 
 __all__ = ["Desk", "audit", "backlog", "dead_letters", "purge", "reissue", "show"]
 
@@ -51,7 +51,7 @@ QUEUES: Final = (
 class _Offline:
     """A store that no broker serves, opened by us (see ``broker_ext.operating.Place``)."""
 
-    def __init__(self, store: Store, clock: SystemClock) -> None:
+    def __init__(self, store: api.Store, clock: SystemClock) -> None:
         self._store = store
         self.handles = Handles(store, clock)
         self.clock = clock
@@ -71,12 +71,11 @@ class _Offline:
 
 
 class Desk:
-    """Where to ask: the broker that serves ``data`` or, where none does, the store itself, which is
-    opened once and closed at the end (``with``). keys: of a sealed store that no broker serves."""
+    """Where to ask: the broker that serves the store or, where none does, the store itself, which
+    is opened once and closed at the end (``with``)."""
 
-    def __init__(self, data: Path, keys: Keys) -> None:
-        self._data = data
-        self._keys = keys
+    def __init__(self, store: Store) -> None:
+        self._data, self._keys = store
         self._runner = asyncio.Runner()
         self._offline: _Offline | None = None
 
@@ -108,9 +107,11 @@ class Desk:
                 raise Refused(error.code, error.message) from error
 
     async def _open(self) -> _Offline:
-        kind = kind_in(self._data) if self._data.is_dir() else None
-        if kind is None:
-            raise CannotOperate(f"no broker is running on {self._data}, and no store is in it")
+        try:
+            kind = the_kind_in(self._data)
+        except StoreUnusable as error:
+            reason = f"no broker is running on {self._data}, and {error.reason}"
+            raise CannotOperate(reason) from error
         clock = SystemClock()
         store = open_store(kind, self._data, keyring=self._keys.read())
         opened = await store.open(now_ms=clock.now_ms())

@@ -18,7 +18,7 @@ from storage.transfer import rekey as rekey_directory
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from broker_ext.cli.operations import Keys
+    from broker_ext.cli.store import Store
 
 __all__ = ["keygen", "rekey", "tell"]
 
@@ -33,16 +33,16 @@ def keygen(file: Path, key_id: str | None) -> str:
     return key_id
 
 
-def rekey(data: Path, keys: Keys, *, seal_topics: bool) -> dict[str, Any]:
-    """Seal everything with the first key, in the broker that serves ``data`` or, where none does,
+def rekey(store: Store, *, seal_topics: bool) -> dict[str, Any]:
+    """Seal everything with the first key, in the broker that serves the store or, where none does,
     in a new file. What was done."""
     try:
-        progress = call(data, "rekey", seal_topics=seal_topics)
+        progress = call(store.data, "rekey", seal_topics=seal_topics)
     except NoBroker:
-        return _offline(data, keys, seal_topics=seal_topics)
-    if keys.file is not None or keys.variable:
+        return _offline(store, seal_topics=seal_topics)
+    if any(store.keys):
         typer.echo("a broker is running, and uses the keys that it is configured with", err=True)
-    return {"online": True, **_watch(data, progress)}
+    return {"online": True, **_watch(store.data, progress)}
 
 
 def _watch(data: Path, progress: dict[str, Any]) -> dict[str, Any]:
@@ -62,14 +62,14 @@ def _watch(data: Path, progress: dict[str, Any]) -> dict[str, Any]:
     return progress
 
 
-def _offline(data: Path, keys: Keys, *, seal_topics: bool) -> dict[str, Any]:
+def _offline(store: Store, *, seal_topics: bool) -> dict[str, Any]:
     with as_one_line("stop the broker first"), progress_on_stderr() as progress:
-        keyring = keys.read()
+        keyring = store.keys.read()
         if keyring is None:
             raise CannotOperate(
-                f"no broker is running on {data}: name the keys with --key-file or --key-env"
+                f"no broker is running on {store.data}: name the keys with --key-file or --key-env"
             )
-        done = rekey_directory(data, keyring, seal_topics=seal_topics, progress=progress)
+        done = rekey_directory(store.data, keyring, seal_topics=seal_topics, progress=progress)
     return {"online": False, **asdict(done), "key_ids": [done.key_id]}
 
 

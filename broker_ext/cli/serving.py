@@ -12,13 +12,14 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from broker_ext.cli.errors import CannotServe, root_cause
+from broker_ext.cli.store import DEFAULT_DATA
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 __all__ = [
     "PLUGIN",
@@ -34,7 +35,6 @@ __all__ = [
 PLUGIN = "broker_ext.DurableSessionPlugin"
 PLUGIN_NAMES = (PLUGIN, "broker_ext.plugin.DurableSessionPlugin")
 ANONYMOUS = "amqtt.plugins.authentication.AnonymousAuthPlugin"
-DEFAULT_DATA = Path("amqtt-durable-data")
 DEFAULT_BIND = "127.0.0.1:1883"
 DEFAULT_PORT = 1883
 
