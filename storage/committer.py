@@ -136,6 +136,7 @@ class Committer:
         self.over = False
         self.batches = 0
         self.failing_since: float | None = None
+        self._told_since: float | None = None
         self.full = False
         """It cannot write since there is no space."""
         self.on_health: Callable[[StoreError | None], None] | None = None
@@ -333,7 +334,7 @@ class Committer:
         if isinstance(result, BaseException):
             self._failed(batch, result)
             return
-        self._succeeded()
+        self._succeeded(is_proved=bool(result or batch.entries))
         self.batches += 1
         self._flying = None
         self._bytes -= batch.appended_bytes
@@ -383,6 +384,8 @@ class Committer:
         told = error if isinstance(error, StoreError) else StoreUnavailable("write failed")
         if self.failing_since is None:
             self.failing_since = self.clock.monotonic()
+        if self._told_since is None:
+            self._told_since = self.failing_since
             log.error(
                 "the store cannot write (%s): nothing is acknowledged until it can; retrying",
                 told,
@@ -399,12 +402,17 @@ class Committer:
         self._open.fail_impatient(StoreUnavailable("the store cannot write"))
         self._send(batch)
 
-    def _succeeded(self) -> None:
-        if self.failing_since is None:
+    def _succeeded(self, *, is_proved: bool) -> None:
+        """A batch is committed. is_proved: it was written; one that nobody wanted any more when it
+        was tried again proves nothing, so it is not said either that all is well."""
+        if self._told_since is None:
             return
-        seconds = self.clock.monotonic() - self.failing_since
         self.failing_since = None
         self.full = False
+        if not is_proved:
+            return
+        seconds = self.clock.monotonic() - self._told_since
+        self._told_since = None
         self._retry_ms = RETRY_MS_MIN
         log.warning("the store writes again after %.1f s", seconds)
         if self.on_health is not None:
@@ -436,6 +444,7 @@ class Committer:
                 if not self._closed:
                     self._loop.call_later(RETRY_MS_MAX / 1000, send)
                 return
+            self._succeeded(is_proved=not isinstance(result, BaseException))
             if isinstance(result, BaseException):
                 _call(part.done, result)
             elif part.op is not None:

@@ -402,6 +402,26 @@ async def test_the_log_says_once_that_the_store_fails_and_once_that_it_is_over(
     assert "writes again" in text[1]
 
 
+async def test_a_batch_that_nobody_wants_any_more_does_not_prove_that_the_store_writes(
+    committer: Committer, store: FaultyStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    store.fill()
+    health: list[StoreError | None] = []
+    committer.on_health = health.append
+    for _ in range(3):
+        with pytest.raises(StoreFull):
+            await committer.apply(acquire())
+        await committer.drain()
+    store.heal()
+    assert isinstance(await committer.apply(acquire()), Acquired)
+    text = [record.getMessage() for record in caplog.records if "store" in record.name]
+    assert len(text) == 2
+    assert "cannot write (no space)" in text[0]
+    assert "writes again" in text[1]
+    assert health == [StoreFull("no space"), None]
+
+
 async def test_who_waits_for_an_answer_is_told_at_once_and_leaves_the_batch(
     committer: Committer, store: FaultyStore
 ) -> None:

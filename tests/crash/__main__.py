@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument(
         "--sealed", action="store_true", help="seal the store, and rotate its keys meanwhile"
     )
+    parser.add_argument("--full", action="store_true", help="have the disk full now and then")
     parser.add_argument("--quiet", action="store_true", help="no line for each death")
     options = parser.parse_args()
 
@@ -42,6 +43,7 @@ def main() -> int:
                 options.kills,
                 None if options.quiet else say,
                 is_sealed=options.sealed,
+                is_short=options.full,
             )
         )
     for name, count in sorted(verdict.counts.items()):

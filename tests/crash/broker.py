@@ -8,12 +8,12 @@ import multiprocessing
 import os
 import signal
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     import random
     from multiprocessing.context import ForkServerProcess
-    from pathlib import Path
 
 __all__ = ["HOST", "Broker", "Fate", "free_port"]
 
@@ -28,12 +28,14 @@ class Fate(NamedTuple):
     """How a process is to live and die.
 
     point: see ``points``, "" = it does not die by itself. nth: at which time it dies there.
-    window: deliveries to one client that are not acknowledged.
+    window: deliveries to one client that are not acknowledged. is_short: its disk is full now and
+    then.
     """
 
     point: str = ""
     nth: int = 0
     window: int = 100
+    is_short: bool = False
 
 
 def _serve(data: str, port: int, store: str, fate: Fate, log: str, keys: str) -> None:
@@ -46,6 +48,8 @@ def _serve(data: str, port: int, store: str, fate: Fate, log: str, keys: str) ->
 
     points.make_small(fate.window)
     points.arm(fate.point, fate.nth)
+    if fate.is_short:
+        points.fill_the_disk_now_and_then(Path(data), port)
     sealed = ["--key-file", keys, "--seal-topics"] if keys else []
     app(["serve", "--data", data, "--bind", f"{HOST}:{port}", "--store", store, *sealed])
 

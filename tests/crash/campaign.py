@@ -4,7 +4,8 @@ A seed decides who does what, how each process dies and when; the operating syst
 threads of clients and broker interleave. So a seed replays a run's decisions, not its every race;
 a run that failed is worth repeating a few times.
 
-It may be on a sealed store, whose keys are rotated while brokers die (``--sealed``).
+It may be on a sealed store, whose keys are rotated while brokers die (``--sealed``), and on a disk
+that is full now and then (``--full``).
 """
 
 from __future__ import annotations
@@ -81,7 +82,14 @@ class Campaign:
     dies in its opening, before it served anybody."""
 
     def __init__(
-        self, folder: Path, store: Kind, seed: int, kills: int, *, is_sealed: bool = False
+        self,
+        folder: Path,
+        store: Kind,
+        seed: int,
+        kills: int,
+        *,
+        is_sealed: bool = False,
+        is_short: bool = False,
     ) -> None:
         self.rng = random.Random(f"{seed}/{store}")  # noqa: S311 - no secret
         self.store: Kind = store
@@ -92,7 +100,8 @@ class Campaign:
             add_key(keys, "k0")
         self._keys = 1
         self.broker = Broker(folder, store, free_port(self.rng), keys)
-        self.world = World(seed, self.broker.port)
+        self.is_short = is_short
+        self.world = World(seed, self.broker.port, may_refuse=is_short)
         self.publishers, self.subscribers = _clients(self.world)
         self.clients: list[Client] = [*self.publishers, *self.subscribers]
         self.tell: Callable[[str], None] = lambda _: None
@@ -128,9 +137,9 @@ class Campaign:
         if before is not None and before.point.startswith("boot.") and rng.random() < 0.5:
             return before  # it dies in its opening again and again
         if rng.random() < 0.3:
-            return Fate(window=window)
+            return Fate("", 0, window, self.is_short)
         point = rng.choice(points_of(self.store, is_new=before is None))
-        return Fate(point, rng.randint(1, POINTS[point].most), window)
+        return Fate(point, rng.randint(1, POINTS[point].most), window, self.is_short)
 
     async def _one_life(self, fate: Fate) -> str:
         """Start a process, have clients talk to it until it dies; say how it died."""
@@ -292,17 +301,18 @@ async def run(
     tell: Callable[[str], None] | None = None,
     *,
     is_sealed: bool = False,
+    is_short: bool = False,
 ) -> Verdict:
     """Run a campaign and judge it.
 
     folder: an empty one that exists; a history that breaks a promise is left there, as
         ``history.txt``, a fact in each line. tell: gets a line for each death.
     """
-    campaign = Campaign(folder, store, seed, kills, is_sealed=is_sealed)
+    campaign = Campaign(folder, store, seed, kills, is_sealed=is_sealed, is_short=is_short)
     if tell is not None:
         campaign.tell = tell
     history = await campaign.run()
-    verdict = judge(history, shared=SHARED)
+    verdict = judge(history, shared=SHARED, may_refuse=is_short)
     if verdict.total:
         lines = [f"{index} {fact}\n" for index, fact in enumerate(history, 1)]
         (folder / "history.txt").write_text("".join(lines), encoding="utf-8")

@@ -75,6 +75,10 @@ PACKET_IDS: Final = 60
 FOR_EVER: Final = 0xFFFF_FFFF
 TAKEN_OVER: Final = 0x8E
 SHUTTING_DOWN: Final = 0x8B
+UNAVAILABLE: Final = (3, 0x88)
+"""CONNACK: before MQTT 5, and in it."""
+REFUSED: Final = 0x80
+QUOTA_EXCEEDED: Final = 0x97
 TICK_MS: Final = 10
 QUIET_S: Final = 1.5
 """When nothing came for so long, nothing more comes."""
@@ -90,10 +94,12 @@ class World:
     """What the clients share.
 
     is_wild: they misbehave; at the end they do not. is_stopping: the broker was told to stop, and
-    may refuse a CONNECT.
+    may refuse a CONNECT. may_refuse: its disk is full now and then, and it may refuse what it
+    cannot store.
     """
 
-    def __init__(self, seed: int, port: int) -> None:
+    def __init__(self, seed: int, port: int, *, may_refuse: bool = False) -> None:
+        self.may_refuse = may_refuse
         self.seed = seed
         self.port = port
         self.history: list[Fact] = []
@@ -296,7 +302,8 @@ class Client:
         link.send(self._connect_packet(link))
         answered, _ = await asyncio.wait([link.answered], timeout=ANSWER_S)
         answer = link.answered.result() if answered else None
-        if answer is not None and answer.reason and self.world.is_stopping:
+        is_refused = answer is not None and answer.reason in UNAVAILABLE
+        if is_refused and (self.world.is_stopping or self.world.may_refuse):
             link.close(politely=False)
         elif not answered or (answer is not None and answer.reason):
             self.world.note(facts.Failed("down", f"{self.name}: CONNACK {answer}"))
@@ -356,7 +363,8 @@ class Client:
                 await older.gone.wait()
         except TimeoutError:
             self.world.note(facts.Failed("owner", f"{self.name}: link {older.number} lives on"))
-        if older.told not in (-1, TAKEN_OVER, SHUTTING_DOWN):  # -1: 3.1.1, or the broker died
+        may_be_told = [-1, TAKEN_OVER, SHUTTING_DOWN]  # -1: 3.1.1, or the broker died
+        if older.told not in may_be_told + [REFUSED] * self.world.may_refuse:
             text = f"{self.name}: link {older.number} was told {older.told:#x}"
             self.world.note(facts.Failed("owner", text))
 
@@ -447,6 +455,8 @@ class Publisher(Client):
         pending = self.pending.get(packet_id)
         if pending is None:
             self._unexpected(packet)
+        elif packet.reason == QUOTA_EXCEEDED and self.world.may_refuse:
+            del self.pending[packet_id]  # it is refused, and nobody has it
         elif packet.reason >= 0x80:
             text = f"{self.name}: {type(packet).__name__} {packet.reason:#x}"
             self.world.note(facts.Failed("down", text))
@@ -627,10 +637,14 @@ class Subscriber(Client):
         elif isinstance(packet, Suback):
             ticket, names = self._requests.pop(packet.packet_id)
             self.world.note(facts.Subscribed(self.name, ticket, tuple(packet.reasons)))
-            self._granted.update(names)
+            if REFUSED in packet.reasons and self.world.may_refuse:
+                link.close(politely=False)  # and asks again when it is back
+            else:
+                self._granted.update(names)
         elif isinstance(packet, Unsuback):
             ticket, _ = self._requests.pop(packet.packet_id)
-            self.world.note(facts.Unsubscribed(self.name, ticket))
+            codes = tuple(packet.reasons or ())
+            self.world.note(facts.Unsubscribed(self.name, ticket, codes))
 
     def _delivered(self, link: Link, packet: Publish) -> None:
         topic = packet.topic.decode()

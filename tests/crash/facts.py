@@ -151,10 +151,11 @@ class Unsubscribing(NamedTuple):
 
 
 class Unsubscribed(NamedTuple):
-    """UNSUBACK arrived."""
+    """UNSUBACK arrived. codes: in the order of the filters; MQTT 3.1.1 has none."""
 
     client: str
     ticket: int
+    codes: tuple[int, ...] = ()
 
 
 class Delivered(NamedTuple):

@@ -72,6 +72,8 @@ EARLY_MS: Final = 500
 """What was heard of the broker may have been under way for so long."""
 NOTICED_MS: Final = 1000
 """A broker that lives knows after so long that a client has gone."""
+REFUSED: Final = 0x80
+"""SUBACK, UNSUBACK: the change is not in force."""
 LATE_MS: Final = 800
 """What was delivered in time may arrive so late: a client stalls for 200 ms."""
 
@@ -105,10 +107,12 @@ class _Change(NamedTuple):
 
 @dataclass(slots=True)
 class _Filter:
-    """What a session asked for one filter, in order. acked: index in changes -> when answered."""
+    """What a session asked for one filter, in order. acked: index in changes -> when answered.
+    void: those that were refused; what was before them stays in force."""
 
     changes: list[_Change] = field(default_factory=list)
     acked: dict[int, int] = field(default_factory=dict)
+    void: set[int] = field(default_factory=set)
 
     def sure_since(self, doubt: int) -> int | None:
         """Since when it is certainly in force with QoS >= 1, without a break, up to now.
@@ -117,6 +121,8 @@ class _Filter:
         """
         since: int | None = None
         for i, change in enumerate(self.changes):
+            if i in self.void:
+                continue
             if change.qos < 1:
                 since = None
             elif since is None and change.sent > doubt:
@@ -127,7 +133,7 @@ class _Filter:
         """The highest QoS it may have had at some time between two, -1 = none."""
         best = -1
         for i, change in enumerate(self.changes):
-            if change.qos < 0 or change.sent > end:
+            if change.qos < 0 or change.sent > end or i in self.void:
                 continue
             until = self._over(i)
             if until is None or until >= begin:
@@ -136,13 +142,14 @@ class _Filter:
 
     def _over(self, i: int) -> int | None:
         """When a subscription had certainly been replaced or removed; None = never."""
-        later = [self.acked[j] for j in range(i + 1, len(self.changes)) if j in self.acked]
-        return min(later, default=None)
+        later = set(range(i + 1, len(self.changes))) & self.acked.keys() - self.void
+        return min((self.acked[j] for j in later), default=None)
 
     def known(self, doubt: int) -> int | None:
         """The QoS that is certainly stored, -1 = certainly nothing, None = cannot be told."""
-        if len(self.changes) - 1 in self.acked and self.changes[-1].sent > doubt:
-            return self.changes[-1].qos
+        last = max(set(range(len(self.changes))) - self.void, default=None)
+        if last is not None and last in self.acked and self.changes[last].sent > doubt:
+            return self.changes[last].qos
         return None
 
 
@@ -256,7 +263,8 @@ HEARD: Final = (facts.Connected, facts.Delivered, facts.Accepted, facts.Complete
 
 
 class _Judge:
-    def __init__(self, anchor: str, shared: str) -> None:
+    def __init__(self, anchor: str, shared: str, *, may_refuse: bool) -> None:
+        self.may_refuse = may_refuse
         self.group = _Group(shared, shared.split("/", 2)[2] if shared else "")
         self.verdict = Verdict()
         self.now = 0
@@ -434,20 +442,28 @@ class _Judge:
 
     def _subscribed(self, fact: facts.Subscribed) -> None:
         session = self.sessions[fact.client]
-        session.kept = True
+        session.kept = session.kept or any(code != REFUSED for code in fact.codes)
         places = session.tickets.pop(fact.ticket, [])
-        if session.filters.get(self.group.name) in [place for place, _ in places]:
-            self.group.since = self.group.since or self.now
         for (place, i), code in zip(places, fact.codes, strict=True):
+            if code == REFUSED and self.may_refuse:
+                place.void.add(i)
+                self.verdict.counts["refused"] += 1
+                continue
             if code != place.changes[i].qos:
                 self.verdict.add("qos", f"{fact.client}: SUBACK {code} at {self.now}")
             place.acked[i] = self.now
             self._committed(place.changes[i].sent)
+            if place is session.filters.get(self.group.name):
+                self.group.since = self.group.since or self.now
             if place in map(session.filters.get, ("#", f"{self.anchor}#", self.group.name)):
                 self.anchored = self.anchored or self.now
 
     def _unsubscribed(self, fact: facts.Unsubscribed) -> None:
-        for place, i in self.sessions[fact.client].tickets.pop(fact.ticket, []):
+        for n, (place, i) in enumerate(self.sessions[fact.client].tickets.pop(fact.ticket, [])):
+            if REFUSED in fact.codes[n : n + 1] and self.may_refuse:
+                place.void.add(i)
+                self.verdict.counts["refused"] += 1
+                continue
             place.acked[i] = self.now
             self._committed(place.changes[i].sent)
 
@@ -833,14 +849,17 @@ def _shown(message: Message) -> str:
     return "" if message.empty else message.id
 
 
-def judge(history: Iterable[Fact], *, anchor: str = "t/", shared: str = "") -> Verdict:
+def judge(
+    history: Iterable[Fact], *, anchor: str = "t/", shared: str = "", may_refuse: bool = False
+) -> Verdict:
     """Judge a history.
 
+    may_refuse: the disk was full now and then, and a change of subscriptions may be refused.
     shared: the subscription that a group shares, "" = there is none.
     anchor: topics that begin with it are always matched by some durable session, once one has
     subscribed to all of them; from then on an acknowledgement of a message there proves a commit.
     """
-    judge_ = _Judge(anchor, shared)
+    judge_ = _Judge(anchor, shared, may_refuse=may_refuse)
     for index, fact in enumerate(history):
         judge_.feed(index + 1, fact)
     return judge_.finish()

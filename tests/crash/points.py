@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import random
+import resource
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -30,7 +32,7 @@ from storage.sqlite_store import _SqliteDatabase
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["POINTS", "arm", "make_small", "points_of"]
+__all__ = ["POINTS", "arm", "fill_the_disk_now_and_then", "make_small", "points_of"]
 
 SIDECARS: Final = (".identity.json.new",)
 DATABASES: Final = (".mdb.new", ".sqlite.new")
@@ -267,3 +269,27 @@ def arm(point: str, nth: int) -> None:
     """Have this process killed when it takes the step for the nth time. "" = never."""
     if point:
         POINTS[point].arm(_Fuse(nth))
+
+
+def fill_the_disk_now_and_then(data: Path, port: int) -> None:
+    """For some time no file gets longer than the longest one is, or not much longer: what the
+    operating system answers then is what a full disk is to a store. From when the broker listens,
+    since it does not start on a full disk."""
+    threading.Thread(target=_fill, args=[data, port], daemon=True).start()
+
+
+def _fill(data: Path, port: int) -> None:
+    rng = random.Random()  # noqa: S311 - no secret
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        time.sleep(0.01)
+    while True:
+        sizes = [path.stat().st_size for path in data.glob("*") if path.is_file()]
+        room = rng.choice((0, 1, 5_000, 100_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max(sizes, default=0) + room, hard))
+        time.sleep(rng.uniform(0.02, 0.3))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        time.sleep(rng.uniform(0.02, 0.3))

@@ -1,7 +1,7 @@
 """Clients that misbehave within the rules, a broker that is killed at every step: nothing broken.
 
 Short: 7 deaths for each store, besides those in an opening, and 4 for each that is sealed and whose
-keys are rotated meanwhile. ``--long``: 200.
+keys are rotated meanwhile, and for each whose disk is full now and then. ``--long``: 200.
 AMQTT_DURABLE_CRASH_SEED repeats a run's decisions; ``python -m tests.crash --seed N --store S
 --kills K`` does too, and tells of each death.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 KILLS = 7
-KILLS_SEALED = 4
+KILLS_FEW = 4
 KILLS_LONG = 200
 
 
@@ -38,15 +38,25 @@ async def test_no_promise_is_broken_however_often_the_broker_is_killed(
 async def test_no_promise_is_broken_though_keys_are_rotated_meanwhile(
     store: Kind, tmp_path: Path, *, long: bool
 ) -> None:
-    await campaign(store, tmp_path, KILLS_LONG if long else KILLS_SEALED, is_sealed=True)
+    await campaign(store, tmp_path, KILLS_LONG if long else KILLS_FEW, is_sealed=True)
 
 
-async def campaign(store: Kind, folder: Path, kills: int, *, is_sealed: bool = False) -> None:
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("store", ["lmdb", "sqlite"])
+async def test_no_promise_is_broken_though_the_disk_is_full_now_and_then(
+    store: Kind, tmp_path: Path, *, long: bool
+) -> None:
+    await campaign(store, tmp_path, KILLS_LONG if long else KILLS_FEW, is_short=True)
+
+
+async def campaign(
+    store: Kind, folder: Path, kills: int, *, is_sealed: bool = False, is_short: bool = False
+) -> None:
     seed = int(os.environ.get("AMQTT_DURABLE_CRASH_SEED") or random.SystemRandom().randrange(2**32))
-    sealed = " --sealed" if is_sealed else ""
-    replay = f"python -m tests.crash --store {store} --seed {seed} --kills {kills}{sealed}"
+    options = " --sealed" * is_sealed + " --full" * is_short
+    replay = f"python -m tests.crash --store {store} --seed {seed} --kills {kills}{options}"
     print(replay)  # noqa: T201 - pytest shows it when the test fails
-    verdict = await run(folder, store, seed, kills, is_sealed=is_sealed)
+    verdict = await run(folder, store, seed, kills, is_sealed=is_sealed, is_short=is_short)
     told = "\n".join([replay, str(dict(verdict.counts)), *verdict.examples])
     assert verdict.total == 0, told
     assert verdict.counts["deaths"] >= kills, told

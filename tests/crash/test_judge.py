@@ -409,6 +409,67 @@ def test_what_mqtt_allows_is_not_counted(happens: Callable[[Story], None]) -> No
     assert counted(story) == {}
 
 
+def _refused_subscribe(story: Story) -> None:
+    """It is not in force, and nothing that matches is owed."""
+    story.tickets += 1
+    link = story.links["sub"]
+    story.note(facts.Subscribing("sub", link, story.tickets, (("u/#", 1),)))
+    story.note(facts.Subscribed("sub", story.tickets, (0x80,)))
+    story.send(story.message("u/1"))
+    stored = {"t/#": 2}
+    story.note(facts.Stored("sub", stored, frozenset()))
+
+
+def _refused_unsubscribe(story: Story) -> None:
+    """It stays in force, and what matches is owed."""
+    story.tickets += 1
+    link = story.links["sub"]
+    story.note(facts.Unsubscribing("sub", link, story.tickets, ("t/#",)))
+    story.note(facts.Unsubscribed("sub", story.tickets, (0x80,)))
+    message = story.message()
+    story.send(message)
+    story.deliver(message)
+    story.note(facts.Stored("sub", {"t/#": 2}, frozenset()))
+
+
+def _delivered_by_a_refused_subscribe(story: Story) -> None:
+    story.tickets += 1
+    link = story.links["sub"]
+    story.note(facts.Subscribing("sub", link, story.tickets, (("u/#", 1),)))
+    story.note(facts.Subscribed("sub", story.tickets, (0x80,)))
+    message = story.message("u/1")
+    story.send(message)
+    story.deliver(message)
+
+
+def _lost_by_a_refused_unsubscribe(story: Story) -> None:
+    story.tickets += 1
+    link = story.links["sub"]
+    story.note(facts.Unsubscribing("sub", link, story.tickets, ("t/#",)))
+    story.note(facts.Unsubscribed("sub", story.tickets, (0x80,)))
+    story.send(story.message())
+
+
+@pytest.mark.parametrize(
+    ("promise", "happens"),
+    [
+        ("", _refused_subscribe),
+        ("", _refused_unsubscribe),
+        ("haunting", _delivered_by_a_refused_subscribe),
+        ("lost", _lost_by_a_refused_unsubscribe),
+    ],
+)
+def test_what_a_full_disk_refuses_changes_nothing(
+    promise: str, happens: Callable[[Story], None]
+) -> None:
+    story = Story()
+    story.begin()
+    happens(story)
+    story.end()
+    violations = judge(story.history, may_refuse=True).violations
+    assert {p: n for p, n in violations.items() if n} == ({promise: 1} if promise else {})
+
+
 def test_an_acknowledgement_proves_no_commit_before_anybody_has_subscribed() -> None:
     story = Story()
     story.connect("pub", present=False)
