@@ -94,10 +94,11 @@ class Hub:
         """Open the store and everything that hangs on it. Raises StoreUnusable."""
         self.opened = await self.store.open(now_ms=self.clock.now_ms())
         self.clock.not_before(self.opened.seen_ms)
-        if self.opened.minted:
-            log.warning(
-                "database generation %s minted: %s", self.opened.log.generation, self.opened.minted
-            )
+        minted = self.opened.minted
+        if minted:
+            level = logging.INFO if minted == "created" else logging.WARNING
+            generation = self.opened.log.generation
+            log.log(level, "database generation %s minted: %s", generation, minted)
         settings = self.settings
         self.committer = Committer(
             self.store, self.clock, head=self.opened.log.head, bytes_max=settings.commit_bytes_max

@@ -55,23 +55,31 @@ class Place(Protocol):
 
 
 async def outbox_backlog(place: Place) -> list[dict[str, Any]]:
-    """Figures of each queue. oldest_ms: how long the first in line has been due, 0 = it is not."""
+    """Figures of each queue, and of each sink that has had nothing to send. oldest_ms: how long the
+    first in line has been due, 0 = it is not."""
     now_ms = place.clock.now_ms()
     destinations = place.destinations()
-    told: list[dict[str, Any]] = []
+    told = {
+        name: {
+            "queue": name,
+            "destination": destination,
+            **dict.fromkeys(_COUNTED, 0),
+            "oldest_ms": 0,
+            "next_due_ms": 0,
+        }
+        for name, destination in destinations.items()
+    }
     for one in await place.handles.operator().backlog():
         name = text_of(one.queue)
         is_due = 0 < one.oldest_due_ms <= now_ms
-        told.append(
-            {
-                "queue": name,
-                "destination": destinations.get(name, ""),
-                **{state: getattr(one, state) for state in _COUNTED},
-                "oldest_ms": now_ms - one.oldest_due_ms if is_due else 0,
-                "next_due_ms": one.oldest_due_ms if one.oldest_due_ms > now_ms else 0,
-            }
-        )
-    return told
+        told[name] = {
+            "queue": name,
+            "destination": destinations.get(name, ""),
+            **{state: getattr(one, state) for state in _COUNTED},
+            "oldest_ms": now_ms - one.oldest_due_ms if is_due else 0,
+            "next_due_ms": one.oldest_due_ms if one.oldest_due_ms > now_ms else 0,
+        }
+    return [told[name] for name in sorted(told)]
 
 
 _COUNTED: Final = ("waiting", "claimed", "done", "dead", "superseded", "expired", "reissued")

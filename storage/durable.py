@@ -162,7 +162,8 @@ class DurableStore(ABC):
         if self._is_open:
             raise StoreUnusable(str(self.directory), "it is open already")
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            # what is in it is for nobody else, unless somebody says so by making it himself
+            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise StoreUnavailable(f"{self.directory}: {error.strerror}") from error
         self._lock.acquire()
@@ -188,7 +189,10 @@ class DurableStore(ABC):
         """Whether there is nothing yet. Raises StoreUnusable, StoreCorrupt."""
         for kind, name in FILES.items():
             if kind != self.name and (self.directory / name).exists():
-                reason = f"it holds a store of kind {kind!r}, and {self.name!r} is configured"
+                reason = (
+                    f"it holds a store of kind {kind!r}, and {self.name!r} is configured: configure"
+                    f" {kind!r}, or `amqtt-durable migrate --from {kind} --to {self.name}`"
+                )
                 raise StoreUnusable(str(self.directory), reason)
         if self._file.exists():
             if self._file.stat().st_size == 0:
@@ -233,11 +237,7 @@ class DurableStore(ABC):
         """The steps of an opening; see storage.identity. In the writer's thread."""
         number = database.read(read_format)
         if number > FORMAT:
-            reason = (
-                f"{self._file.name} has format {number}, this version knows {FORMAT}:"
-                " use the version that wrote it, or a newer one"
-            )
-            raise StoreTooNew(str(self.directory), reason)
+            raise StoreTooNew(str(self.directory), number, FORMAT)
         identity, ends = database.read(lambda txn: (read_identity(txn), read_ends(txn)))
         self._seals = self._unlocked(database, identity, is_new=is_new)
         database = guarded(database, self._seals)

@@ -24,7 +24,7 @@ StoreError
     +-- SealKeyMissing      403 it is sealed with a key that was not given
     +-- SealKeyWrong        403 the key of this id is another one
 
-Fields first, text in ``__str__``; callers match class or ``code``, never the text. No payload, no
+Fields first, then the text; callers match class or ``code``, never the text. No payload, no
 password and no key is ever a field.
 """
 
@@ -61,9 +61,14 @@ __all__ = [
 
 
 class StoreError(Exception):
-    """Root of all errors of the store. code: stable number in the style of HTTP."""
+    """Root of all errors of the store. code: stable number in the style of HTTP. text: what it says
+    of its fields."""
 
     code: ClassVar[int] = 500
+    text: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        return self.text.format_map(vars(self)) if self.text else super().__str__()
 
 
 class StoreRefusal(StoreError):
@@ -72,17 +77,15 @@ class StoreRefusal(StoreError):
     code = 409
 
 
-@dataclass(eq=True)
+@dataclass
 class Fenced(StoreRefusal):
     """The incarnation is no longer on the record (or the record is gone)."""
 
     consumer_id: int
-
-    def __str__(self) -> str:
-        return f"consumer {self.consumer_id}: the incarnation is no longer on the record"
+    text = "consumer {consumer_id}: the incarnation is no longer on the record"
 
 
-@dataclass(eq=True)
+@dataclass
 class ClaimNotHeld(StoreRefusal):
     """A claim that is settled under must exist; this one does not.
 
@@ -102,7 +105,7 @@ class ClaimNotHeld(StoreRefusal):
         return f"consumer {self.consumer_id}: claim {self.claim} is no longer held"
 
 
-@dataclass(eq=True)
+@dataclass
 class ReissueRefused(StoreRefusal):
     """A message cannot be reissued.
 
@@ -117,53 +120,47 @@ class ReissueRefused(StoreRefusal):
     def __str__(self) -> str:
         if self.live:
             return f"message {self.message_id} has a newer one in its place: {self.live}"
+        if self.found == "gone":
+            return f"there is no message {self.message_id}"
         return f"message {self.message_id} cannot be reissued: it is {self.found}"
 
 
-@dataclass(eq=True)
+@dataclass
 class MessageDamaged(StoreRefusal):
     """What is stored for a message of the outbox fails its checksum."""
 
     message_id: int
     code = 410
-
-    def __str__(self) -> str:
-        return f"message {self.message_id} of the outbox is damaged"
+    text = "message {message_id} of the outbox is damaged"
 
 
-@dataclass(eq=True)
+@dataclass
 class NotOwner(StoreRefusal):
     """The record belongs to another user (P14)."""
 
     consumer_id: int
     code = 403
-
-    def __str__(self) -> str:
-        return f"consumer {self.consumer_id} belongs to another user"
+    text = "consumer {consumer_id} belongs to another user"
 
 
-@dataclass(eq=True)
+@dataclass
 class RecordDamaged(StoreRefusal):
     """What is stored for a consumer fails its checksum: its owner cannot be told (P14), so it is
     neither resumed nor replaced. consumer_id: 0 when it cannot be told."""
 
     consumer_id: int
     code = 410
-
-    def __str__(self) -> str:
-        return f"the record of consumer {self.consumer_id} is damaged"
+    text = "the record of consumer {consumer_id} is damaged"
 
 
-@dataclass(eq=True)
+@dataclass
 class RoleRefused(StoreError):
     """A batch has an operation in it that its role may not do; nothing of it was applied."""
 
     role: str
     operation: str
     code = 403
-
-    def __str__(self) -> str:
-        return f"a {self.role} may not do {self.operation}"
+    text = "a {role} may not do {operation}"
 
 
 class ResumeRefused(StoreError):
@@ -172,7 +169,7 @@ class ResumeRefused(StoreError):
     code = 410
 
 
-@dataclass(eq=True)
+@dataclass
 class DatabaseGenerationChanged(ResumeRefused):
     """The position was given by another generation of the database, or is ahead of its head."""
 
@@ -188,7 +185,7 @@ class DatabaseGenerationChanged(ResumeRefused):
         return f"position {self.position} is of generation {self.held}, now {self.current}"
 
 
-@dataclass(eq=True)
+@dataclass
 class ResumeHistoryUnavailable(ResumeRefused):
     """An entry after the position that matches was pruned, or is damaged."""
 
@@ -196,108 +193,99 @@ class ResumeHistoryUnavailable(ResumeRefused):
     floor: int
     topic: bytes = b""
     code = 410
-
-    def __str__(self) -> str:
-        return f"history after {self.position} is no longer complete (lost through {self.floor})"
+    text = "history after {position} is no longer complete (lost through {floor})"
 
 
-@dataclass(eq=True)
+@dataclass
 class EntryDamaged(StoreError):
     """An entry fails its checksum or cannot be decoded. topic: b"" when it cannot be told."""
 
     offset: int
     topic: bytes = b""
     code = 410
-
-    def __str__(self) -> str:
-        return f"entry {self.offset} is damaged"
+    text = "entry {offset} is damaged"
 
 
-@dataclass(eq=True)
+@dataclass
 class EntryGone(StoreError):
     """An entry was pruned."""
 
     offset: int
     code = 410
-
-    def __str__(self) -> str:
-        return f"entry {self.offset} was pruned"
+    text = "entry {offset} was pruned"
 
 
-@dataclass(eq=True)
+@dataclass
 class StoreUnavailable(StoreError):
     """The disk or the database does not answer; nothing was written; trying again may help."""
 
     reason: str
     code = 503
-
-    def __str__(self) -> str:
-        return self.reason
+    text = "{reason}"
 
 
-@dataclass(eq=True)
+@dataclass
 class StoreFull(StoreUnavailable):
     """No space is left on the disk, or the LMDB map is at its maximum."""
 
     code = 507
 
 
-@dataclass(eq=True)
+@dataclass
 class StoreUnusable(StoreError):
     """The store cannot be opened. path: of the data directory."""
 
     path: str
     reason: str
-
-    def __str__(self) -> str:
-        return f"{self.path}: {self.reason}"
+    text = "{path}: {reason}"
 
 
-@dataclass(eq=True)
+@dataclass
 class StoreLocked(StoreUnusable):
     """Another process has the data directory. pid: 0 when it cannot be told."""
 
     pid: int
-
-    def __str__(self) -> str:
-        return f"{self.path} is in use by process {self.pid}: {self.reason}"
+    text = "{path} is in use by process {pid}: {reason}"
 
 
-@dataclass(eq=True)
+@dataclass
 class SealKeyMissing(StoreUnusable):
     """Something in the database is sealed with a key that was not given."""
 
     key_id: str
     code = 403
-
-    def __str__(self) -> str:
-        return f"{self.path}: key {self.key_id!r} is missing: {self.reason}"
+    text = "{path}: key {key_id!r} is missing: {reason}"
 
 
-@dataclass(eq=True)
+@dataclass
 class SealKeyWrong(StoreUnusable):
     """The key that was given under this id is not the one that the database was sealed with."""
 
     key_id: str
     code = 403
-
-    def __str__(self) -> str:
-        return f"{self.path}: key {self.key_id!r} is wrong: {self.reason}"
+    text = "{path}: key {key_id!r} is wrong: {reason}"
 
 
-@dataclass(eq=True)
+@dataclass
 class KeysUnusable(StoreError):
     """Keys cannot be read. source: the file or $VARIABLE. Nothing of a key is in it (P13)."""
 
     source: str
     reason: str
-
-    def __str__(self) -> str:
-        return f"the keys in {self.source} cannot be used: {self.reason}"
+    text = "the keys in {source} cannot be used: {reason}"
 
 
 class StoreTooNew(StoreUnusable):
-    """Written by a newer version of amqtt-durable."""
+    """Written by a newer version of amqtt-durable. found, known: formats."""
+
+    def __init__(self, path: str, found: int, known: int) -> None:
+        super().__init__(
+            path,
+            f"it has format {found}, this version of amqtt-durable knows {known}:"
+            " use the version that wrote it, or a newer one",
+        )
+        self.found = found
+        self.known = known
 
 
 class StoreCorrupt(StoreUnusable):

@@ -235,7 +235,7 @@ def _walk(database: Database, data: Path, found: Inspection) -> None:
         found.violations.append(f"the format cannot be told: {error}")
     else:
         if number > FORMAT:
-            raise StoreTooNew(str(data), f"it has format {number}, this version knows {FORMAT}")
+            raise StoreTooNew(str(data), number, FORMAT)
     try:
         found.violations += database.read(check)
     except Exception as error:  # noqa: BLE001 - a damaged file raises what it likes

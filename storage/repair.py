@@ -153,7 +153,7 @@ class _Rebuild:
         """All steps: what a later one needs to know of what is gone, an earlier one has found."""
         report = self.report
         if is_lost:
-            report.say("the file cannot be opened: nothing of it could be read")
+            report.say("the file cannot be opened, nothing of it could be read: it begins empty")
         self._identity()
         self._read_marks()
         records = self._records()
@@ -166,7 +166,7 @@ class _Rebuild:
         rebuild_outbox(self.source, self.target, report.say)
         report.head = self.ends.head
         report.lost_entries = sum(high - low + 1 for low, high in self.gone)
-        for gap in self.source.gaps:
+        for gap in () if is_lost else self.source.gaps:
             report.say(f"rows of kind {gap.space.name.lower()} could not be read")
         return report
 

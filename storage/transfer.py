@@ -147,8 +147,7 @@ class Manifest:
             reason = f"its {MANIFEST} names no database: the backup is damaged"
             raise StoreUnusable(str(directory), reason)
         if found.format > FORMAT:
-            reason = f"the backup has format {found.format}, this version knows {FORMAT}"
-            raise StoreTooNew(str(directory), reason)
+            raise StoreTooNew(str(directory), found.format, FORMAT)
         return found
 
 
@@ -322,8 +321,7 @@ def _told(database: Database, directory: Path) -> tuple[Identity, Ends]:
     except MetaDamaged as error:
         raise StoreCorrupt(str(directory), f"the database cannot be told: {error}") from error
     if number > FORMAT:
-        reason = f"it has format {number}, this version knows {FORMAT}"
-        raise StoreTooNew(str(directory), reason)
+        raise StoreTooNew(str(directory), number, FORMAT)
     return identity, ends
 
 

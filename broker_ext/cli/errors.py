@@ -9,6 +9,8 @@ CannotOperate   an operation cannot be carried out
 
 from __future__ import annotations
 
+from storage.errors import StoreError
+
 __all__ = ["CannotOperate", "CannotServe", "NoAnswer", "NoBroker", "Refused", "root_cause"]
 
 
@@ -37,8 +39,9 @@ class Refused(CannotOperate):
 
 
 def root_cause(exc: BaseException) -> str:
-    """Say in one line what `exc` began with: amqtt wraps what went wrong once or twice."""
-    while exc.__cause__ is not None:
+    """Say in one line what `exc` began with: amqtt wraps what went wrong once or twice. What the
+    store says is for people; what it began with is not."""
+    while exc.__cause__ is not None and not isinstance(exc, StoreError):
         exc = exc.__cause__
     if isinstance(exc, OSError) and exc.strerror:
         text = exc.strerror if exc.filename is None else f"{exc.filename}: {exc.strerror}"

@@ -48,6 +48,10 @@ LINES_MAX = 100
 """Sentences of one kind printed; --json has all of them."""
 
 STOP_IT = "stop the broker first"
+UNCHECKED = (
+    "sessions that are in it are resumed unchecked from where it has them, or reset with "
+    "`on_generation_change: reset`"
+)
 CHECK_A_BACKUP = "stop the broker first, or take a backup of it and check that"
 
 
@@ -86,10 +90,7 @@ def restore(source: Path, data: Path, *, is_forced: bool) -> None:
     )
     if done.kept_in is not None:
         typer.echo(f"what was there is kept in {done.kept_in}")
-    typer.echo(
-        "sessions that come back are resumed unchecked from where the backup has them, "
-        "or reset with `on_generation_change: reset`"
-    )
+    typer.echo(UNCHECKED)
 
 
 def migrate(store: Store, source: Kind, target: Kind, to_data: Path | None) -> None:
@@ -200,7 +201,7 @@ def _tell_repair(done: Repaired, kept: Path | None) -> None:
     typer.echo(f"{len(told)} sessions will be reset at their next CONNECT (410):")
     _list([_reset(reset) for reset in told])
     if done.minted:
-        typer.echo(f"a new generation was minted, since {done.minted}: every session is told (409)")
+        typer.echo(f"a new generation was minted, since {done.minted}: {UNCHECKED}")
     if kept is not None:
         typer.echo(f"the damaged files, and repair.json with all of this, are kept in {kept}")
 
@@ -278,7 +279,7 @@ def as_one_line(if_locked: str = "") -> Iterator[None]:
         yield
     except StoreLocked as error:
         raise CannotOperate(
-            f"{error.path} is in use by process {error.pid}: {if_locked}"
+            f"{error.path} is in use by process {error.pid or 'unknown'}: {if_locked}"
         ) from error
     except (StoreError, OSError) as error:
         raise CannotOperate(" ".join(str(error).split())) from error

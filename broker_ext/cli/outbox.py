@@ -106,6 +106,17 @@ class Desk:
             except RefusedError as error:
                 raise Refused(error.code, error.message) from error
 
+    def queues(self, only: str | None) -> list[str]:
+        """The names of all queues, or the one that is asked for. Raises CannotOperate for one that
+        there is not: a name that was mistyped is no queue with nothing in it."""
+        known = [one["queue"] for one in self.ask("outbox_backlog")]
+        if only is None:
+            return known
+        if only not in known:
+            there = f"there are {', '.join(map(readable, known))}" if known else "there is none"
+            raise CannotOperate(f"there is no queue {only!r}; {there}")
+        return [only]
+
     async def _open(self) -> _Offline:
         try:
             kind = the_kind_in(self._data)
@@ -161,12 +172,7 @@ def dead_letters(
 
 
 def _letters(desk: Desk, queue: str | None) -> Iterator[dict[str, Any]]:
-    queues = (
-        [queue]
-        if queue is not None
-        else [one["queue"] for one in desk.ask("outbox_backlog") if one["dead"]]
-    )
-    for name in queues:
+    for name in desk.queues(queue):
         after = ""
         while True:
             page = desk.ask("outbox_dead_letters", queue=name, after=after, limit=PAGE)
@@ -202,7 +208,7 @@ def show(
         told = str(value)
         if name.endswith("_ms"):
             told = _date(value) if value else "-"
-        typer.echo(f"{name:<14} {readable(told)}")
+        typer.echo(f"{name.removesuffix('_ms'):<14} {readable(told)}".rstrip())
 
 
 def reissue(desk: Desk, ids: list[int], queue: str | None, *, as_json: bool) -> bool:
@@ -233,6 +239,8 @@ def purge(
     desk: Desk, queue: str | None, *, done_days: float, dead_days: float, as_json: bool
 ) -> None:
     """Delete what ended longer ago."""
+    if queue is not None:
+        desk.queues(queue)
     messages = 0
     more = True
     while more:

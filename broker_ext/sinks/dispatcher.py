@@ -309,7 +309,7 @@ class Dispatcher:
         elif state is State.DEAD:
             figures.dead += 1
             log.warning(
-                "sink %r: message %d is a dead letter after %d attempts: %s (%s)",
+                "sink %r: message %d is a dead letter after attempt %d: %s (%s)",
                 self.name,
                 message.id,
                 message.attempts + 1,

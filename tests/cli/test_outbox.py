@@ -121,7 +121,7 @@ def test_dead_letters_are_seen_and_reissued_with_a_broker_and_without(  # noqa: 
             assert broker.signal(signal.SIGTERM) == 0
             assert broker.process.stderr is not None
             log = broker.process.stderr.read()
-        assert "is a dead letter after 1 attempts: rejected (HTTP 422)" in log
+        assert "is a dead letter after attempt 1: rejected (HTTP 422)" in log
         assert SECRET not in log
         assert "poison" not in log
         shown = run("outbox", "show", str(second["id"]), *at, "--json", "--payload", *keys)
@@ -180,3 +180,12 @@ def test_where_there_is_nothing_it_says_so(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
     assert run("outbox", "reissue", "--data", str(tmp_path)).code == 2
     assert run("outbox", "show", "0", "--data", str(tmp_path)).code == 2
+
+
+def test_a_queue_that_there_is_not_is_told_by_name(tmp_path: Path) -> None:
+    with serving("--data", str(tmp_path), "--bind", "127.0.0.1:0"):
+        pass
+    for arguments in (["dead-letters", "--queue"], ["purge", "--queue"], ["reissue", "--all"]):
+        ended = run("outbox", *arguments, "alrts", "--data", str(tmp_path))
+        assert ended.code == 1
+        assert ended.err == "amqtt-durable: there is no queue 'alrts'; there is none\n"

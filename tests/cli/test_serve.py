@@ -157,3 +157,28 @@ def test_a_second_signal_ends_a_shutdown_that_hangs_with_code_1(
         assert broker.process.stdout is not None
         assert broker.process.stdout.readline() == "hangs\n"
         assert broker.signal(signal.SIGTERM) == 1
+
+
+@pytest.mark.parametrize(("store", "file"), [("sqlite", "history.sqlite"), ("lmdb", "history.mdb")])
+def test_a_database_that_is_none_is_told_with_what_to_do(
+    tmp_path: Path, store: str, file: str
+) -> None:
+    (tmp_path / file).write_bytes(b"garbage " * 4096)
+    at = ("--data", str(tmp_path), "--bind", "127.0.0.1:0")
+    ended = run("serve", *at, "--store", store)
+    assert ended.code == 1
+    told = f"amqtt-durable: the broker cannot start: {tmp_path}: {file} cannot be used: "
+    assert ended.err.startswith(told)
+    assert "Restore it from a backup, or move the directory away" in ended.err
+    other = "lmdb" if store == "sqlite" else "sqlite"
+    ended = run("serve", *at, "--store", other)
+    assert ended.code == 1
+    assert f"`amqtt-durable migrate --from {store} --to {other}`" in ended.err
+
+
+def test_what_is_stored_is_for_nobody_else(tmp_path: Path) -> None:
+    with serving("--data", str(tmp_path / "a" / "data"), "--bind", "127.0.0.1:0"):
+        assert (tmp_path / "a" / "data").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "open").mkdir(mode=0o755)
+    with serving("--data", str(tmp_path / "open"), "--bind", "127.0.0.1:0"):
+        assert (tmp_path / "open").stat().st_mode & 0o777 == 0o755
