@@ -519,15 +519,16 @@ class _Judge:
         return sent is None or sent.message.topic.startswith(self.anchor)
 
     def _shared(self, fact: facts.Delivered) -> None:
-        """A delivery to a member of the group. is_back: another member had it since this one; it is
-        a first delivery again, and may have the packet id that it had."""
+        """A delivery to a member of the group. is_back: it may have been with another member since
+        (who need not have been sent it); it is a first delivery again, and may have the packet id
+        that it had."""
         group, key = self.group, (fact.client, fact.packet_id)
         what = f"{fact.client}: {fact.message_id} id {fact.packet_id} at {self.now}, shared"
         before = group.open.get(key)
         if before is not None and before.link == fact.link:
             promise = "redelivery" if before.message_id == fact.message_id else "reused"
             self.verdict.add(promise, f"{what}: {before.message_id} ({before.step})")
-        is_back = not fact.dup and group.had[fact.message_id][-1:] != [before]
+        is_back = before is not None and not fact.dup and self._was_handed_on(fact.client, before)
         if before is not None and before.message_id == fact.message_id != "" and not is_back:
             self.verdict.counts["redelivered"] += 1
             if not fact.dup:
@@ -558,6 +559,14 @@ class _Judge:
             self.verdict.add("again", f"{what}: it was settled")
         self.verdict.counts["shared"] += 1
         self.verdict.counts["shared again"] += len(had) > 1
+
+    def _was_handed_on(self, client: str, before: _Delivery) -> bool:
+        """Whether what a member had not finished when its connection ended may have been with
+        another one: it is QoS 1, and another one was there."""
+        others = (
+            s for c, s in self.sessions.items() if c != client and self.group.name in s.filters
+        )
+        return before.qos == 1 and any(s.gone_ms is None or s.link > before.link for s in others)
 
     def _check_expired(self, fact: facts.Delivered) -> None:
         sent = self.sent.get(fact.message_id)

@@ -862,6 +862,17 @@ def _handed_on_and_back_under_the_same_packet_id(crew: Crew) -> None:
     crew.finish("one")
 
 
+def _handed_on_and_back_unsent(crew: Crew) -> None:
+    message = crew.message()
+    crew.send(message)
+    crew.give("one", message)
+    crew.note(facts.Left("one", crew.links["one"], None))
+    crew.connect("two")  # it was for this one, who left before it was sent it
+    crew.connect("one")
+    crew.give("one", message)
+    crew.finish("one")
+
+
 def _waits_for_its_member(crew: Crew) -> None:
     message = crew.message(qos=2)
     crew.send(message)
@@ -925,8 +936,10 @@ def _id_in_use_in_the_group(crew: Crew) -> None:
 def _without_dup_in_the_group(crew: Crew) -> None:
     message = crew.message()
     crew.send(message)
-    crew.give("one", message)
+    crew.note(facts.Left("two", crew.links["two"], None))
     crew.connect("one")
+    crew.give("one", message)
+    crew.connect("one")  # nobody else was there
     crew.give("one", message)
     crew.finish("one")
 
@@ -937,6 +950,7 @@ def _without_dup_in_the_group(crew: Crew) -> None:
         ("", _one_each),
         ("", _handed_on),
         ("", _handed_on_and_back_under_the_same_packet_id),
+        ("", _handed_on_and_back_unsent),
         ("", _waits_for_its_member),
         ("lost", _left_alone),
         ("", _read_by_who_has_left),
