@@ -9,6 +9,11 @@ whichever is first, and deleted if its client comes back to the session before [
 Wills that are found at start without a deadline are those of connections that died with the
 broker. All that are found are published after ``will_recovery_delay_s`` at the earliest, unless
 their client has come back by then: it could not while the broker was away.
+
+Wills of one client are published in the order of its connections. There are several only where a
+topic plugin has not answered yet, or where the broker died during a CONNECT: its will is stored,
+and the one before it not deleted or published yet. Then the earlier one waits no longer than the
+later one, whatever its delay: the connection that it waited for was there.
 """
 
 from __future__ import annotations
@@ -16,7 +21,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
 from heapq import heapify, heappop, heappush
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from storage.api import RETAINED, DropWill, StoreWill
@@ -35,6 +42,9 @@ DUE_MAX: Final = 1000
 they are cleared away."""
 
 
+_NUMBER: Final = attrgetter("number")
+
+
 class Waiting(NamedTuple):
     """A will whose connection has ended. orphan: it died with the broker."""
 
@@ -51,16 +61,19 @@ class Wills:
         self._wills: dict[bytes, Will] = {}
         self._saving: dict[bytes, asyncio.Future[Outcome]] = {}
         self._waiting: dict[bytes, dict[bytes, Waiting]] = {}  # client id, incarnation
-        self._due: list[tuple[int, bytes, bytes]] = []  # a heap; some were published or deleted
+        self._due: list[tuple[int, int, bytes, bytes]] = []  # a heap; some of wills that are gone
         self._due_max = DUE_MAX
+        self._last = 0
         self._recovered_ms = 0
         self._through_ms = 0
-        self._publishing: set[asyncio.Task[None]] = set()
+        self._asking: dict[bytes, asyncio.Task[None]] = {}  # client id -> of its last will
 
     # ------------------------------------------------------------------- with a CONNECT
 
     def store(self, will: Will) -> None:
-        """Put a will into the open batch; ``stored`` waits for it."""
+        """Put a will into the open batch; ``stored`` waits for it. It is the latest one."""
+        self._last += 1
+        will = replace(will, number=self._last)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
         def done(outcome: Outcome) -> None:
@@ -117,11 +130,18 @@ class Wills:
         if permits is None:
             self._publish(will)
             return
-        task = asyncio.ensure_future(self._ask(will, session))
-        self._publishing.add(task)
-        task.add_done_callback(self._publishing.discard)
+        before = self._asking.get(will.client_id)
+        task = asyncio.ensure_future(self._ask(will, session, before))
+        self._asking[will.client_id] = task
+        task.add_done_callback(partial(self._asked, will.client_id))
 
-    async def _ask(self, will: Will, session: Session | None) -> None:
+    def _asked(self, client_id: bytes, task: asyncio.Task[None]) -> None:
+        if self._asking.get(client_id) is task:
+            del self._asking[client_id]
+
+    async def _ask(
+        self, will: Will, session: Session | None, before: asyncio.Task[None] | None
+    ) -> None:
         assert self.hub.permits_will is not None
         try:
             permitted = await self.hub.permits_will(will, session)
@@ -129,6 +149,8 @@ class Wills:
             # a topic plugin's bug: who cannot say yes has not said it
             log.exception("a topic plugin failed on the will of %r", will.client_id)
             permitted = False
+        if before is not None:
+            await asyncio.wait([before])
         if permitted:
             self._publish(will)
         else:
@@ -157,34 +179,43 @@ class Wills:
         settings = self.hub.settings
         now_ms = self.hub.clock.now_ms()
         self._recovered_ms = now_ms + int(settings.will_recovery_delay_s * 1000)
-        for will in wills:
+        found: list[Waiting] = []
+        latest_ms: dict[bytes, int] = {}  # for a client's earlier ones
+        for will in sorted(wills, key=_NUMBER, reverse=True):
             due_ms = max(will.due_ms, self._recovered_ms)
-            if will.due_ms:
-                self._wait(Waiting(will, due_ms))
-            elif will.delay_s and settings.publish_wills_after_crash:
-                self._delay(will, max(due_ms, now_ms + will.delay_s * 1000), orphan=True)
-            else:
-                self._wait(Waiting(will, due_ms, orphan=True))
+            is_delayed = not will.due_ms and will.delay_s and settings.publish_wills_after_crash
+            if is_delayed:
+                due_ms = max(due_ms, now_ms + will.delay_s * 1000)
+            due_ms = latest_ms[will.client_id] = min(due_ms, latest_ms.get(will.client_id, due_ms))
+            found.append(Waiting(will, due_ms, orphan=not will.due_ms))
+            if is_delayed:
+                found[-1] = found[-1]._replace(will=self._remember(will, due_ms))
+        for waiting in reversed(found):
+            self._wait(waiting)
+        self._last = max((will.number for will in wills), default=0)
 
-    def _delay(self, will: Will, due_ms: int, *, orphan: bool = False) -> None:
+    def _delay(self, will: Will, due_ms: int) -> None:
         """Let a will wait, and remember in the store until when."""
+        self._wait(Waiting(self._remember(will, due_ms), due_ms))
+
+    def _remember(self, will: Will, due_ms: int) -> Will:
         will = replace(will, due_ms=due_ms)
-        self._wait(Waiting(will, due_ms, orphan))
         self.hub.committer.submit(StoreWill(will), _logged)
+        return will
 
     def _wait(self, waiting: Waiting) -> None:
         will = waiting.will
         self._waiting.setdefault(will.client_id, {})[will.incarnation] = waiting
         if len(self._due) >= self._due_max:  # most are of wills that are gone
             self._due = [
-                (w.due_ms, client_id, incarnation)
+                (w.due_ms, w.will.number, client_id, incarnation)
                 for client_id, of_client in self._waiting.items()
                 for incarnation, w in of_client.items()
                 if w is not waiting
             ]
             heapify(self._due)
             self._due_max = 2 * len(self._due) + DUE_MAX
-        heappush(self._due, (waiting.due_ms, will.client_id, will.incarnation))
+        heappush(self._due, (waiting.due_ms, will.number, will.client_id, will.incarnation))
 
     async def returned(self, client_id: bytes, *, clean: bool) -> list[Waiting]:
         """A client has come back: what waited for it is deleted, before it is told, so that a crash
@@ -223,7 +254,7 @@ class Wills:
         self._through_ms = max(self._through_ms, now_ms)
         due = self._due
         while due and due[0][0] <= now_ms:
-            _, client_id, incarnation = heappop(due)
+            _, _, client_id, incarnation = heappop(due)
             of_client = self._waiting.get(client_id)
             if of_client is None:
                 continue
@@ -246,8 +277,8 @@ class Wills:
 
     async def settle(self) -> None:
         """Wait for the topic plugins that are being asked."""
-        if self._publishing:
-            await asyncio.gather(*self._publishing, return_exceptions=True)
+        while self._asking:
+            await asyncio.wait(self._asking.values())
 
 
 def _logged(outcome: Outcome) -> None:

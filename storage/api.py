@@ -253,6 +253,7 @@ class Will:
     delay_s: MQTT 5 Will Delay Interval. message.offset is 0, and message.expires_ms a time from its
     publication on. user: for the topic permission when it is published.
     due_ms: when to publish it, once its connection has ended; 0 = it has not.
+    number: of two wills of one client, the later one has the higher.
     """
 
     client_id: bytes
@@ -261,6 +262,7 @@ class Will:
     message: Entry
     delay_s: int = 0
     due_ms: int = 0
+    number: int = 0
 
 
 class FilterCount(NamedTuple):

@@ -8,8 +8,9 @@
                   packet id, u8 qos, u8 state, u8 attempts), u32 crc
     SUBSCRIPTION  u8 version = 1, u8 qos, u8 options, u32 identifier, u64 from_offset, filter,
                   u32 crc
-    WILL          u8 version = 2, u32 delay_s, u64 due_ms, u16 client_bytes, u16 user_bytes,
-                  client id, user, message (storage.blocks), u32 crc; version 1 has no due_ms
+    WILL          u8 version = 3, u32 delay_s, u64 due_ms, u64 number, u16 client_bytes,
+                  u16 user_bytes, client id, user, message (storage.blocks), u32 crc;
+                  version 2 has no number, version 1 no due_ms either
 
 Each crc is a CRC-32 of what stands before it, begun with its key's numbers. A cursor or a packet
 id that changed by itself would lose messages without a word; so a record that fails its crc is
@@ -50,7 +51,7 @@ NONE: Final = 0xFFFF_FFFF_FFFF_FFFF
 
 _VERSION: Final = 1
 _OF_MEMBER: Final = 2
-_WILL_VERSION: Final = 2
+_WILL_VERSION: Final = 3
 _MASK: Final = 0xFFFFFFFF
 _CRC: Final = Struct(">I")
 _CONSUMER: Final = Struct(">BBH16s16sQQQQQQQQQH")
@@ -58,7 +59,8 @@ _DELIVERY: Final = Struct(">QHBBB")
 _MEMBER: Final = Struct(">BQ")
 _SUBSCRIPTION: Final = Struct(">BBBIQ")
 _WILL_1: Final = Struct(">BIHH")
-_WILL: Final = Struct(">BIQHH")
+_WILL_2: Final = Struct(">BIQHH")
+_WILL: Final = Struct(">BIQQHH")
 
 
 def _sealed(packed: bytes, begun: int) -> bytes:
@@ -243,26 +245,29 @@ def decode_subscription(consumer_id: int, raw: bytes) -> Subscription:
 def encode_will(will: Will) -> bytes:
     """As stored; the incarnation is its key."""
     sizes = len(will.client_id), len(will.user)
-    packed = _WILL.pack(_WILL_VERSION, will.delay_s, will.due_ms, *sizes)
+    packed = _WILL.pack(_WILL_VERSION, will.delay_s, will.due_ms, will.number, *sizes)
     body = packed + will.client_id + will.user + encode_message(will.message)
     return _sealed(body, crc32(will.incarnation))
 
 
 def decode_will(incarnation: bytes, raw: bytes) -> Will:
     """Raises RecordDamaged."""
-    packed = _opened(raw, crc32(incarnation), 0, (_VERSION, _WILL_VERSION))
-    due_ms = 0
+    packed = _opened(raw, crc32(incarnation), 0, (_VERSION, 2, _WILL_VERSION))
+    due_ms = number = 0
     try:
         if packed[0] == 1:
             layout = _WILL_1
             _, delay_s, client_bytes, user_bytes = layout.unpack_from(packed)
+        elif packed[0] == 2:
+            layout = _WILL_2
+            _, delay_s, due_ms, client_bytes, user_bytes = layout.unpack_from(packed)
         else:
             layout = _WILL
-            _, delay_s, due_ms, client_bytes, user_bytes = layout.unpack_from(packed)
+            _, delay_s, due_ms, number, client_bytes, user_bytes = layout.unpack_from(packed)
         user_at = layout.size + client_bytes
         message_at = user_at + user_bytes
         message = decode_message(packed[message_at:])
     except (Damage, StructError):
         raise RecordDamaged(0) from None
     client_id, user = packed[layout.size : user_at], packed[user_at:message_at]
-    return Will(client_id, incarnation, user, message, delay_s, due_ms)
+    return Will(client_id, incarnation, user, message, delay_s, due_ms, number)

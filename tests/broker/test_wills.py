@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
+from itertools import count
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from broker_ext import registry
 from broker_ext.wire import Connack, Properties
 from broker_ext.wire.properties import SESSION_EXPIRY_S, WILL_DELAY_S
 from storage import engine
@@ -372,6 +376,97 @@ async def test_clients_that_come_and_go_leave_no_deadlines_behind(
     assert broker.hub.figures.wills == 1
 
 
+# ------------------------------------------------------------------- several of one client
+
+
+@pytest.fixture(params=[1, -1], ids=["ascending", "descending"])
+def sorted_incarnations(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store tells of wills in the order of these, whichever that is."""
+    numbers = count(128, request.param)
+    monkeypatch.setattr(
+        registry, "os", SimpleNamespace(urandom=lambda n: bytes([next(numbers)] * n))
+    )
+
+
+async def reconnect_and_crash(broker: Broker, payload: bytes, **options: Any) -> None:
+    """The broker dies when the new will is stored, and the one before it not deleted yet."""
+    before = await wills(broker)
+    gate = broker.store.hang_submit(nth=2)
+    client = await broker.dial()
+    client.send(client.connect_packet(b"c", will=will(b"w", payload), **options))
+    await gate.reached.wait()
+    connecting = [c._connecting for c in broker.hub.connections if c._connecting is not None]
+    for task in connecting:
+        task.cancel()
+    await asyncio.wait(connecting)
+    await broker.crash()
+    await broker.start()
+    found = {w.message.payload for w in broker.hub.opened.wills}
+    assert found == {*before, payload}
+
+
+@pytest.mark.usefixtures("sorted_incarnations")
+async def test_wills_that_crashes_left_of_one_client_are_published_in_their_order(
+    durable_broker: Broker,
+) -> None:
+    broker = durable_broker
+    await broker.sleeper(b"l", b"w")
+    await broker.connect(b"c", clean=True, will=will(b"w", b"1"))
+    await broker.crash_and_restart()
+    for payload in (b"2", b"3"):
+        await reconnect_and_crash(broker, payload, clean=True)
+    broker.hub.wills.publish_orphans()
+    assert await broker.history() == [b"1", b"2", b"3"]
+    assert await wills(broker) == []
+
+
+@pytest.mark.usefixtures("sorted_incarnations")
+@pytest.mark.parametrize("dies_first", [False, True])
+async def test_a_will_waits_no_longer_than_the_next_one_of_its_client(
+    durable_broker: Broker, dies_first: bool
+) -> None:
+    """Whatever its delay: who was to come back within it was there."""
+    broker = durable_broker
+    await broker.sleeper(b"l", b"w")
+    client = await delayed(broker, 3000)
+    if dies_first:
+        await broker.crash_and_restart()
+    else:
+        await client.cut()
+    await reconnect_and_crash(broker, b"next", version=5)
+    pass_time(broker, 9)
+    assert await broker.history() == []
+    pass_time(broker, 1)
+    assert await broker.history() == [b"gone", b"next"]
+    assert await wills(broker) == []
+
+
+async def test_a_topic_plugin_that_is_slow_does_not_change_the_order_of_wills(
+    broker: Broker,
+) -> None:
+    await broker.sleeper(b"l", b"w")
+    answer = asyncio.Event()
+    asked: list[bytes] = []
+
+    async def permits(will: Will, session: Session | None) -> bool:
+        del session
+        asked.append(will.message.payload)
+        if len(asked) == 1:
+            await answer.wait()
+        return True
+
+    broker.hub.permits_will = permits
+    for payload in (b"1", b"2", b"3"):
+        await (await broker.connect(b"c", will=will(b"w", payload))).cut()
+    await (await broker.connect(b"other", will=will(b"w", b"another's"))).cut()
+    await broker.turns(lambda: len(asked) == 4)
+    assert await broker.history() == [b"another's"]
+    answer.set()
+    await broker.hub.wills.settle()
+    assert await broker.history() == [b"another's", b"1", b"2", b"3"]
+    assert await wills(broker) == []
+
+
 # ------------------------------------------------------------------------ when things fail
 
 
@@ -413,7 +508,7 @@ async def test_a_will_is_published_only_if_the_topic_plugins_permit_it_then(
     for topic in (b"forbidden", b"free"):
         client = await broker.connect(b"c", will=will(topic, topic))
         await client.cut()
-    await broker.turns(lambda: not broker.hub.wills._publishing)
+    await broker.turns(lambda: not broker.hub.wills._asking)
     assert await broker.history() == [b"free"]
     assert await wills(broker) == []
 

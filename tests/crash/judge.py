@@ -23,7 +23,7 @@ broken promise and not a matter of taste:
 * a session that expires certainly is there until its expiry has passed since it last heard of the
   broker, and certainly is not when its expiry has passed since the broker must have known that its
   client had gone: a while after that, or, when the broker died meanwhile, as soon as it is back;
-* wills of connections that died with one process after the other come in any order;
+* wills of one client come in the order of its connections, however many died with a broker;
 * what is shared is owed to the group as a whole, once a member's SUBACK arrived: somebody has to
   finish it. At QoS 1 it may come to a second member, or again, until it is settled (a member that
   has left may read later what was sent to it before); at QoS 2 it belongs to the first, for ever;
@@ -221,13 +221,12 @@ class _Session:
 @dataclass(slots=True)
 class _Sent:
     """One message. first, last: when it was sent. times: how often. accepted: when, 0 = not.
-    last_ms: the broker certainly had it by then, if it ever had. is_will: it came in a CONNECT."""
+    last_ms: the broker certainly had it by then, if it ever had."""
 
     message: Message
     first: int
     last: int = 0
     last_ms: int = 0
-    is_will: bool = False
     times: int = 0
     accepted: int = 0
 
@@ -393,7 +392,7 @@ class _Judge:
         message = fact.message
         sent = self.sent.get(message.id)
         if sent is None:
-            sent = self.sent[message.id] = _Sent(message, self.now, is_will=not fact.packet_id)
+            sent = self.sent[message.id] = _Sent(message, self.now)
             self.verdict.counts["published"] += 1
             if message.retain and message.qos:
                 self.retained[message.topic].append(sent)
@@ -636,7 +635,7 @@ class _Judge:
         if times > (1 if message.qos == 2 else sent.times):
             promise = "twice" if message.qos == 2 else "again"
             self.verdict.add(promise, f"{what}: {times} times, sent {sent.times} times")
-        if times == 1 and not sent.is_will and not is_late:
+        if times == 1 and not is_late:
             key = (message.publisher, message.topic)
             if session.newest.get(key, -1) < message.number:
                 session.newest[key] = message.number

@@ -555,6 +555,18 @@ def _out_of_order(story: Story) -> None:
         story.deliver(message)
 
 
+def _wills_out_of_order(story: Story) -> None:
+    """Two connections died with the broker."""
+    wills = [Message("will-pub", link, "t/will/pub", 1) for link in (8, 9)]
+    for message in wills:
+        story.note(facts.Publishing("pub", message.number, message, 0))
+        story.die()
+        story.connect("pub")
+        story.connect("sub")
+    for message in reversed(wills):
+        story.deliver(message)
+
+
 def _out_of_order_though_it_was_sent_again(story: Story) -> None:
     first, second = story.message(), story.message()
     story.send(first, accepted=False)
@@ -739,6 +751,7 @@ def _broker_down(story: Story) -> None:
         ("again", _again_after_it_was_settled),
         ("again", _more_often_than_sent),
         ("order", _out_of_order),
+        ("order", _wills_out_of_order),
         ("order", _out_of_order_though_it_was_sent_again),
         ("redelivery", _new_before_unsettled),
         ("redelivery", _again_without_dup),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from struct import Struct
 from zlib import crc32
 
@@ -22,9 +23,20 @@ def will_of_version_1(*, damaged: bool = False) -> bytes:
     return packed + Struct(">I").pack(crc)
 
 
+def will_of_version_2() -> bytes:
+    packed = Struct(">BIQHH").pack(2, 30, 5, 3, 4) + b"devuser" + encode_message(MESSAGE)
+    return packed + Struct(">I").pack(crc32(packed, crc32(INCARNATION)))
+
+
+def test_a_will_that_knows_no_number_is_read() -> None:
+    will = decode_will(INCARNATION, will_of_version_2())
+    assert will == Will(b"dev", INCARNATION, b"user", MESSAGE, 30, 5)
+
+
 def test_a_will_that_knows_no_deadline_is_read() -> None:
     will = decode_will(INCARNATION, will_of_version_1())
     assert will == Will(b"dev", INCARNATION, b"user", MESSAGE, 30)
-    assert decode_will(INCARNATION, encode_will(will)) == will
+    numbered = replace(will, due_ms=5, number=7)
+    assert decode_will(INCARNATION, encode_will(numbered)) == numbered
     with pytest.raises(RecordDamaged):
         decode_will(INCARNATION, will_of_version_1(damaged=True))
