@@ -10,7 +10,6 @@ Rule 2. A file that is there is opened or refused, never replaced.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 from abc import ABC, abstractmethod
 from functools import partial
@@ -21,8 +20,6 @@ from storage import consumers, engine, history
 from storage.check import check
 from storage.errors import (
     StoreCorrupt,
-    StoreError,
-    StoreFull,
     StoreTooNew,
     StoreUnavailable,
     StoreUnusable,
@@ -179,7 +176,7 @@ class DurableStore(ABC):
             if isinstance(error, MetaDamaged):
                 raise self._corrupt(str(error)) from error
             if isinstance(error, OSError):
-                raise _unavailable(error) from error
+                raise StoreUnavailable.of(error) from error
             raise
         self._matches = Matches()  # of this database; another one may have had the directory
         self._is_open = True
@@ -479,9 +476,3 @@ class DurableStore(ABC):
     async def check(self) -> list[str]:
         """Walk every stored invariant; one sentence for each violation, empty = sound."""
         return await self._read(check)
-
-
-def _unavailable(error: OSError) -> StoreError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return StoreFull(f"no space: {error.filename or error.strerror}")
-    return StoreUnavailable(f"{error.filename}: {error.strerror}")

@@ -30,10 +30,12 @@ password and no key is ever a field.
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final
 
 __all__ = [
+    "NO_SPACE",
     "ClaimNotHeld",
     "DatabaseGenerationChanged",
     "EntryDamaged",
@@ -58,6 +60,10 @@ __all__ = [
     "StoreUnavailable",
     "StoreUnusable",
 ]
+
+
+NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says when a file cannot grow."""
 
 
 class StoreError(Exception):
@@ -222,6 +228,12 @@ class StoreUnavailable(StoreError):
     reason: str
     code = 503
     text = "{reason}"
+
+    @staticmethod
+    def of(error: OSError) -> StoreUnavailable:
+        """What an error of the system means."""
+        kind = StoreFull if error.errno in NO_SPACE else StoreUnavailable
+        return kind(f"{error.filename or 'the disk'}: {error.strerror or error}")
 
 
 @dataclass

@@ -19,33 +19,42 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+from collections.abc import Callable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from storage.durable import FILES
-from storage.errors import StoreCorrupt, StoreUnavailable, StoreUnusable
+from storage.errors import StoreCorrupt, StoreTooNew, StoreUnavailable, StoreUnusable
 from storage.identity import Sidecar, place_of, sync_directory
 from storage.lock import DirectoryLock
+from storage.meta import FORMAT, MetaDamaged, read_ends, read_format, read_identity
+from storage.sealing import guarded, unlock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from storage.kv import Database
-    from storage.meta import Identity
+    from storage.keyring import Keyring
+    from storage.kv import Database, ReadTxn
+    from storage.meta import Ends, Identity
 
 __all__ = [
+    "COPY_BYTES",
     "INCOMING",
     "KINDS",
     "Kind",
+    "Progress",
     "database_file",
+    "identity_of",
     "kind_in",
     "locked",
     "open_database",
+    "opened_with",
     "ours",
     "put_in_place",
     "remove_incoming",
     "sidecar_file",
+    "silent",
     "sync_file",
     "the_kind_in",
 ]
@@ -57,7 +66,17 @@ INCOMING: Final = ".incoming"
 
 KINDS: Final[tuple[Kind, ...]] = ("lmdb", "sqlite")
 
+COPY_BYTES: Final = 8 << 20
+"""Copied in one transaction, or with one call: bounds what is in memory."""
+
+Progress: TypeAlias = Callable[[str, int, int], None]
+"""Is told how far an operation is: the step, and bytes, about, of how many."""
+
 _BUSY_S: Final = 10.0
+
+
+def silent(_what: str, _done: int, _total: int) -> None:
+    """Progress that nobody is told."""
 
 
 def database_file(directory: Path, kind: Kind) -> Path:
@@ -177,6 +196,37 @@ def _open_sqlite(file: Path, *, create: bool, is_whole: bool) -> Database:
     return database
 
 
+def identity_of(database: Database, directory: Path) -> tuple[Identity, Ends]:
+    """Identity and ends of a database. Raises StoreCorrupt, StoreTooNew."""
+
+    def work(txn: ReadTxn) -> tuple[int, Identity, Ends]:
+        return read_format(txn), read_identity(txn), read_ends(txn)
+
+    try:
+        number, identity, ends = database.read(work)
+    except MetaDamaged as error:
+        raise StoreCorrupt(str(directory), f"the database cannot be told: {error}") from error
+    if number > FORMAT:
+        raise StoreTooNew(str(directory), number, FORMAT)
+    return identity, ends
+
+
+def opened_with(
+    keyring: Keyring | None, database: Database, identity: Identity, data: Path
+) -> Database:
+    """A database as it is read with keys; without keys, as it is on disk.
+
+    Raises SealKeyMissing, SealKeyWrong, StoreCorrupt.
+    """
+    if keyring is None:
+        return database
+    try:
+        seals = unlock(database, identity.db_id, keyring, path=str(data), is_readonly=True)
+    except MetaDamaged as error:
+        raise StoreCorrupt(str(data), f"the database cannot be told: {error}") from error
+    return guarded(database, seals)
+
+
 def sync_file(file: Path) -> None:
     """Have a file on disk. Raises OSError."""
     fd = os.open(file, os.O_RDONLY)
@@ -252,7 +302,7 @@ def _keep(old: list[Path], keep_in: Path) -> Path:
     """Give files a second name in ``keep_in``."""
     if os.path.ismount(old[0].parent):
         keep_in = old[0].parent / keep_in.name
-    keep_in.mkdir(mode=0o750)
+    keep_in.mkdir(mode=0o700)
     for path in old:
         kept = keep_in / path.name
         try:

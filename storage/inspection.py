@@ -23,6 +23,7 @@ from storage.files import (
     database_file,
     locked,
     open_database,
+    opened_with,
     ours,
     put_in_place,
     remove_incoming,
@@ -46,7 +47,6 @@ from storage.sealing import (
     seal_rows,
     unlock,
 )
-from storage.transfer import opened_with
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import lmdb
 
 from storage.durable import DurableStore
-from storage.errors import StoreFull, StoreUnavailable
+from storage.errors import NO_SPACE, StoreFull, StoreUnavailable
 from storage.kv import FIRST_FORMAT_SPACES, Space
 from storage.worker import Jobs
 
@@ -64,7 +64,6 @@ _DAMAGE: Final = (
     lmdb.PageNotFoundError,
     lmdb.VersionMismatchError,
 )
-_NO_SPACE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Txn:
@@ -296,7 +295,7 @@ class _LmdbDatabase:
 def _mapped(error: lmdb.Error) -> Exception:
     """What an error of LMDB means; one that only a bug of ours can cause stays what it is."""
     text = f"lmdb: {error}"
-    if error.code in _NO_SPACE or isinstance(error, (lmdb.DiskError, lmdb.MapFullError)):
+    if error.code in NO_SPACE or isinstance(error, (lmdb.DiskError, lmdb.MapFullError)):
         return StoreFull(text)
     if error.code > 0 or isinstance(error, (*_DAMAGE, lmdb.PanicError, lmdb.ReadersFullError)):
         return StoreUnavailable(text)

@@ -10,7 +10,7 @@ in the transaction that says so, the other keys are forgotten: the database open
 
 A row that does not open stays as it is, which is damaged with any key, and is counted.
 
-``storage.transfer.rekey`` does it to a database that nobody serves, by writing a new file: so that
+``storage.rewriting.rekey`` does it to a database that nobody serves, by writing a new file: so that
 nothing of what was sealed otherwise, or not at all, is left in the free space of the old one.
 """
 

@@ -433,7 +433,10 @@ def unlock(
     if keyring is None:
         if rows:
             wanted = rows[0][0][len(_KEY_ROW) :].decode("ascii", "replace")
-            reason = "the database is sealed; name its keys with seal_key_file or seal_key_env"
+            reason = (
+                "the database is sealed; name its keys with seal_key_file or seal_key_env, those of"
+                " a command with --key-file or --key-env"
+            )
             raise SealKeyMissing(path, reason, wanted)
         return None
     if not rows and is_readonly:
@@ -473,7 +476,10 @@ def _known(
         sealed = _meta(row_key, raw)
         key = keyring.get(key_id)
         if key is None:
-            reason = "something in the database is sealed with it; `rekey` ends that"
+            reason = (
+                "something in the database is sealed with it: put it back among the keys; `rekey`"
+                " makes it needless"
+            )
             raise SealKeyMissing(path, reason, key_id)
         _, _, number, derivation, nonce = _HEAD.unpack_from(sealed)
         cipher = Xaes(key, number)

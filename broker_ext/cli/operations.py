@@ -1,8 +1,8 @@
 """`backup`, `restore`, `migrate` and `check`: operations on a data directory, told to a person.
 
-The work is done by storage.transfer and storage.inspection. Results go to stdout, progress to
-stderr: a bar on a terminal, else a line for every tenth. Whatever cannot be done is one line that
-says what to do, and CannotOperate.
+The work is done by storage.backup, storage.rewriting and storage.inspection. Results go to stdout,
+progress to stderr: a bar on a terminal, else a line for every tenth. Whatever cannot be done is one
+line that says what to do, and CannotOperate.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import typer
 
 from broker_ext.cli.errors import CannotOperate
 from storage.apart import apart
+from storage.backup import back_up
+from storage.backup import restore as restore_backup
 from storage.errors import StoreError, StoreLocked
 from storage.inspection import inspect
 from storage.inspection import repair as repair_directory
-from storage.transfer import back_up
-from storage.transfer import migrate as migrate_directory
-from storage.transfer import restore as restore_backup
+from storage.rewriting import migrate as migrate_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ from broker_ext.cli.calling import call
 from broker_ext.cli.errors import CannotOperate, NoBroker
 from broker_ext.cli.operations import as_one_line, progress_on_stderr
 from storage.keyring import add_key
-from storage.transfer import rekey as rekey_directory
+from storage.rewriting import rekey as rekey_directory
 
 if TYPE_CHECKING:
     from pathlib import Path

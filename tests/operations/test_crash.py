@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from storage import files as storage_files
+from storage.backup import back_up, restore
 from storage.errors import StoreUnusable
 from storage.files import KINDS, database_file
 from storage.identity import Sidecar
 from storage.inspection import repair
-from storage.transfer import back_up, migrate, restore
+from storage.rewriting import migrate
 from tests.operations.stores import ENTRIES, content, populate
 from tests.storage.harness import message
 

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from storage.backup import MANIFEST, back_up, restore
 from storage.errors import StoreCorrupt, StoreLocked, StoreTooNew, StoreUnusable
 from storage.files import kind_in
 from storage.identity import Sidecar
 from storage.inspection import inspect
-from storage.transfer import MANIFEST, back_up, migrate, restore
+from storage.rewriting import migrate
 from tests.operations.stores import ENTRIES, content, populate
 from tests.storage.harness import message
 

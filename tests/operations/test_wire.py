@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from storage.backup import MANIFEST
 from storage.files import database_file, open_database
 from storage.inspection import inspect
 from storage.kv import U64, Space
 from storage.names import key_of
 from storage.records import Record
-from storage.transfer import MANIFEST
 from tests.cli.processes import Ended, Serving, run, serving
 from tests.operations.devices import Flood, device, publish
 from tests.operations.stores import Files

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from storage.api import Retain
+from storage.backup import back_up, restore
 from storage.errors import SealKeyMissing, SealKeyWrong, StoreUnusable
 from storage.inspection import inspect, repair
 from storage.keyring import Key, Keyring
 from storage.kv import U64, Space
 from storage.outbox import ClaimNext, Enqueue, Failure, Settle, Verdict
-from storage.transfer import back_up, migrate, rekey, restore
+from storage.rewriting import migrate, rekey
 from tests.operations.stores import Files, content, populate
 from tests.sealing.conftest import BOTH, NEW, OLD, OTHER
 from tests.sealing.test_rekey import ids, in_order, sealed_with
@@ -179,7 +180,7 @@ async def test_a_rekey_that_dies_leaves_the_old_store(
         raise Died
 
     name = {"copy": "_Copied.all", "write": "finish", "place": "put_in_place"}[step]
-    monkeypatch.setattr(f"storage.transfer.{name}", die)
+    monkeypatch.setattr(f"storage.rewriting.{name}", die)
     with pytest.raises(Died):
         rekey(files.data, BOTH)
     monkeypatch.undo()
