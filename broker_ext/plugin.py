@@ -16,7 +16,7 @@ from broker_ext.hub import Hub
 from broker_ext.operating import OPERATING
 from broker_ext.rekeying import REKEYING, Rekeying
 from broker_ext.rules import filter_rules
-from broker_ext.seam import Seam, SeamError, read_by
+from broker_ext.seam import Seam, SeamError, broker_of, read_by
 from broker_ext.settings import Settings
 from broker_ext.sinks.settings import sinks_settings
 from broker_ext.wire import valid_filter
@@ -210,6 +210,19 @@ class DurableSessionPlugin(BasePlugin[Any]):
         except SeamError as error:  # amqtt tells that a plugin failed, and not why
             log.critical("the broker does not start: %s", error)
             raise
+
+    @classmethod
+    def of(cls, context: BrokerContext) -> DurableSessionPlugin:
+        """The one of the broker whose context another plugin has, from on_broker_pre_start on.
+
+        Raises LookupError where the broker has none.
+        """
+        found: DurableSessionPlugin | None
+        found = broker_of(context).plugins_manager.get_plugin(cls.__name__)
+        if found is None:
+            msg = "the broker has no DurableSessionPlugin"
+            raise LookupError(msg)
+        return found
 
     @property
     def history(self) -> History:

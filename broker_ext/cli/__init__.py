@@ -1,7 +1,8 @@
 """The command line `amqtt-durable`: `serve` runs a durable broker, `demo` shows what it is for.
 
 `backup`, `restore`, `migrate`, `check` and `rekey` are what an operator does to a data directory;
-`sessions` and `kick` ask the broker that serves it; `outbox ...` asks it, or the store itself.
+`sessions`, `groups`, `figures` and `kick` ask the broker that serves it; `outbox ...` asks it, or
+the store itself.
 
 Each command is declared here and imports what it needs when it runs: `serve` must listen soon,
 so it never pays for paho or rich, and `--help` pays for neither. A further command is one more
@@ -348,6 +349,18 @@ def groups(
         from broker_ext.cli import watching  # noqa: PLC0415 - not for `--help`
 
         watching.groups(data, as_json=as_json, limit=limit)
+
+
+@app.command()
+def figures(data: DataOption = DEFAULT_DATA, as_json: JsonOption = False) -> None:
+    """Print what a running broker has counted since its start.
+
+    writing: False while the store cannot write; waiting_bytes: what waits for the disk.
+    """
+    with told():
+        from broker_ext.cli import watching  # noqa: PLC0415 - not for `--help`
+
+        watching.figures(data, as_json=as_json)
 
 
 @app.command()

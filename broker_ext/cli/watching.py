@@ -1,4 +1,4 @@
-"""`sessions`, `groups` and `kick`: what a running broker has, told to a person or a script."""
+"""`sessions`, `groups`, `figures` and `kick`: what a running broker has, for people and scripts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["groups", "kick", "masked", "readable", "rows", "sessions"]
+__all__ = ["figures", "groups", "kick", "masked", "readable", "rows", "sessions"]
 
 COLUMNS = ("client id", "user", "kind", "connected", "lag", "since")
 GROUP_COLUMNS = ("group", "kind", "connected", "stored", "lag", "waiting", "under way")
@@ -82,6 +82,24 @@ def _columns(row: dict[str, Any]) -> tuple[str, ...]:
         str(row.get("lag", "-")),
         time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(since_ms / 1000)) if since_ms else "-",
     )
+
+
+def figures(data: Path, *, as_json: bool) -> None:
+    """Everything that is counted, and how things are: a name and a value in each line."""
+    found = call(data, "figures")
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for name, value in _flat(found):
+        typer.echo(f"{readable(name):<34} {readable(str(value))}".rstrip())
+
+
+def _flat(found: dict[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in found.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{within}{name}.")
+        else:
+            yield within + name, value
 
 
 def kick(data: Path, client_id: str) -> bool:

@@ -46,8 +46,8 @@ that a promise hangs on is an event.
 
 from __future__ import annotations
 
-from broker_ext.seam.known import SeamError
+from broker_ext.seam.known import SeamError, broker_of
 from broker_ext.seam.seam import Seam
 from broker_ext.seam.starting import read_by
 
-__all__ = ["Seam", "SeamError", "read_by"]
+__all__ = ["Seam", "SeamError", "broker_of", "read_by"]

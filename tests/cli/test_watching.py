@@ -49,6 +49,16 @@ def test_sessions_are_listed_masked_and_kicked(tmp_path: Path, store: str) -> No
         assert (ended.code, ended.out) == (1, "it is not connected\n")
 
 
+def test_figures_are_told(tmp_path: Path) -> None:
+    data = ("--data", str(tmp_path / "data"))
+    with serving(*data, "--bind", "127.0.0.1:0") as broker, broker.connect() as client:
+        connected(client)
+        lines = dict(line.split(maxsplit=1) for line in run("figures", *data).out.splitlines())
+        assert (lines["counts.connects"], lines["sessions_connected.durable"]) == ("1", "1")
+        assert lines["writing"] == "True"
+        assert json.loads(run("figures", *data, "--json").out)["connections"] == 1
+
+
 def test_groups_are_listed(tmp_path: Path) -> None:
     data = ("--data", str(tmp_path / "data"))
     with serving(*data, "--bind", "127.0.0.1:0") as broker, broker.connect() as client:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from amqtt.broker import BrokerContext
+from amqtt.broker import Broker, BrokerContext
 from amqtt.mqtt.connect import ConnectPacket
 from amqtt.mqtt.publish import PublishPacket
 from amqtt.plugins.base import BasePlugin
 from amqtt.plugins.topic_checking import TopicAccessControlListPlugin
 
+from broker_ext import DurableSessionPlugin
 from broker_ext.wire import Puback, Pubcomp, Pubrec, Pubrel
 from tests.broker.mqtt import will
 from tests.seam.amqtt_broker import ANONYMOUS, running
@@ -379,3 +380,13 @@ async def test_a_plugin_that_fails_in_an_event_disturbs_nobody(
         client.publish(b"a", b"x")
         await client.publishes(1)
         monkeypatch.undo()
+
+
+async def test_a_plugin_finds_ours_by_its_context(tmp_path: Path) -> None:
+    async with running(tmp_path) as instance:
+        context: Any = instance.broker.plugins_manager.app_context
+        assert DurableSessionPlugin.of(context).history is instance.hub.history
+    bare = Broker({"plugins": {}})
+    context = bare.plugins_manager.app_context
+    with pytest.raises(LookupError, match="the broker has no DurableSessionPlugin"):
+        DurableSessionPlugin.of(context)
