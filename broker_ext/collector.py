@@ -2,8 +2,8 @@
 
 What Python's defaults find is hardly ever garbage here: nearly everything is freed by its last
 reference, and what stays (routes, recent messages, imported modules) is walked again and again, 10
-to 20% of the CPU and pauses of 20 ms at a bad moment. Connections that ended are rings, so it is
-not turned off.
+to 20% of the CPU and pauses of 20 ms at a bad moment. TLS connections that ended are rings, and so
+may be what plugins make, so it is not turned off.
 """
 
 from __future__ import annotations

@@ -32,16 +32,18 @@ PRAGMA wal_autocheckpoint = 0;
 PRAGMA journal_size_limit = 67108864;
 
 -- name: pragma_cache
--- 16 MiB of pages: the inner pages of all tables and the tails that are written to.
-PRAGMA cache_size = -16384;
+-- 256 KiB of pages beyond those of a transaction: a page that the operating system has costs 2 us,
+-- a commit a hundred times that; and what is kept of them looks as if sleeping sessions cost memory.
+PRAGMA cache_size = -256;
+
+-- name: spill
+-- More than the cache holds: given up, it leaves its pages in the write-ahead log behind the last
+-- commit, where the next commits write over them.
+INSERT INTO held (k, v) VALUES (x'00', zeroblob({bytes}));
 
 -- name: pragma_erase
 -- Of a sealed database: what is deleted is overwritten with zeros, in pages and in free ones.
 PRAGMA secure_delete = ON;
-
--- name: pragma_cache_of_role
--- 2 MiB for a connection that touches a few tables.
-PRAGMA cache_size = -2048;
 
 -- name: pragma_query_only
 -- A connection that reads cannot write, whatever it is asked.

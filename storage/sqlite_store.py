@@ -11,7 +11,8 @@ takes its lock at the start, so nothing of it was done yet.
 
 Checkpoints. The write-ahead log is copied into the database by a third connection that waits for
 nobody, while commits go on; what was committed meanwhile is little, and the writer copies it
-between two commits, so that the log can start anew.
+between two commits, so that the log can start anew. Commits write over what is in it: when it is
+opened, a transaction that is given up makes it as long as it will be.
 
 A full disk. To delete, SQLite needs room: in the log, and for what of the log has no place in the
 database yet. So when less than MARGIN_BYTES are free the store is full for all but batches that
@@ -54,15 +55,20 @@ T = TypeVar("T")
 BUSY_MS: Final = 60_000
 """How long a commit waits for the write lock. A backup that holds it for ten seconds is usual."""
 
-CHECKPOINT_BYTES: Final = 64 << 20
-"""The write-ahead log since the last checkpoint, about, before there is another one."""
+CHECKPOINT_BYTES: Final = 4 << 20
+"""The write-ahead log since the last checkpoint, about, before there is another one. It is made as
+long when it is opened: where a commit writes over what is there, its sync has no new length of the
+file to put into the file system's journal, and takes half the time; nor does it wait for others who
+write to that journal."""
 PAGE_BYTES: Final = 4096
 """What a row costs in the log besides its value, whatever its size: commits write whole pages."""
 
 MARGIN_BYTES: Final = 8 << 20
 """Kept free on the disk for batches that make room, or a quarter of a disk that is small: a Prune
 of 16 blocks of 256 KiB that are overwritten, and LOW_LOG_BYTES to be copied."""
-LOW_DISK_BYTES: Final = 2 * CHECKPOINT_BYTES + MARGIN_BYTES
+LOG_BYTES_MAX: Final = 64 << 20
+"""What the log may come to in a burst, about, while it is copied (pragma_journal_limit)."""
+LOW_DISK_BYTES: Final = 2 * LOG_BYTES_MAX + MARGIN_BYTES
 LOW_LOG_BYTES: Final = 1 << 20
 
 log = logging.getLogger("amqtt_durable.store")
@@ -203,11 +209,29 @@ class _SqliteDatabase:
                 if create or space >= FIRST_FORMAT_SPACES:
                     execute(_SQL[_create(space)].format(space=space.name.lower()))
             execute(_COMMIT)
+        if writes and not create:
+            self._lengthen_log()
+
+    def _lengthen_log(self) -> None:
+        """Make the write-ahead log as long as it will be. Nothing depends on it."""
+        is_low, _ = self._room()
+        if is_low:
+            return
+        execute = self._connection.execute
+        try:
+            execute(_BEGIN_WRITE)
+            try:
+                execute(_SQL["spill"].format(bytes=CHECKPOINT_BYTES))
+            finally:
+                if self._connection.in_transaction:
+                    execute(_ROLLBACK)
+        except sqlite3.Error as error:
+            # as on a full disk: it grows with each commit, if it can
+            log.warning("the write-ahead log could not be made longer: %s", error)
 
     def restrict(self, role: Role, durability: Durability, *, erases: bool) -> None:
         """Set the connection up for a role: from here on it can touch what is the role's."""
         self.prepare(durability, create=False, writes=False, erases=erases)
-        self._connection.execute(_SQL["pragma_cache_of_role"])
         if role is Role.READER:
             self._connection.execute(_SQL["pragma_query_only"])
         self._connection.set_authorizer(authorizer(role))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +64,25 @@ async def there_and_back(client: Client) -> None:
 async def test_tcp(tmp_path: Path) -> None:
     async with running(tmp_path) as broker:
         await there_and_back(await broker.dial())
+
+
+async def test_a_connection_that_is_over_leaves_nothing_for_the_collector(tmp_path: Path) -> None:
+    async with running(tmp_path) as broker:
+        gc.disable()
+        try:
+            client = await broker.dial()
+            await there_and_back(client)
+            (connection,) = broker.hub.connections
+            kept: Any = connection.keeps
+            left = [weakref.ref(connection.transport), weakref.ref(kept)]
+            del connection, kept
+            await client.disconnect()
+            await broker.left(b"device")
+            async with asyncio.timeout(5):
+                while any(ref() for ref in left):  # noqa: ASYNC110 - no event for it
+                    await asyncio.sleep(0.001)
+        finally:
+            gc.enable()
 
 
 async def test_tls(tmp_path: Path, certificate: Certificate) -> None:

@@ -20,7 +20,7 @@ from storage.api import Batch, Prune
 from storage.errors import StoreFull, StoreUnavailable
 from storage.lmdb_store import MAP_BYTES, _LmdbDatabase
 from storage.outbox import State
-from storage.sqlite_store import _SqliteDatabase
+from storage.sqlite_store import CHECKPOINT_BYTES, _SqliteDatabase
 from tests.storage.engine.raw import Files
 from tests.storage.engine.writer import PER_BATCH
 from tests.storage.harness import message
@@ -131,6 +131,20 @@ async def test_what_is_pruned_is_given_back_to_the_disk(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA freelist_count").fetchone() > (0,)
         _SqliteDatabase(connection).scrub()
         assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
+
+
+async def test_commits_write_over_what_is_in_the_log(tmp_path: Path) -> None:
+    """A sync then has no new length of the file to write down."""
+    files = Files("sqlite", tmp_path)
+    db = files.database()
+    await db.open()
+    log = files.file.with_name(f"{files.file.name}-wal")
+    at_first = log.stat().st_size
+    assert at_first > CHECKPOINT_BYTES * 0.9
+    for _ in range(CHECKPOINT_BYTES // (256 << 10)):
+        await db.append(message(payload=bytes(128 << 10)))
+    assert log.stat().st_size == at_first
+    await db.stop()
 
 
 async def test_a_map_that_was_opened_on_a_full_disk_grows_when_that_has_room(
