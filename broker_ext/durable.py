@@ -549,6 +549,9 @@ class DurableSession(Session):
         if self.live or self.sealed or self._holds or self._reading is not None:
             return
         if not self.hub.router.guarded:
+            if self.cursor >= self.committer.last:  # nothing to look through; no need of a replay
+                self._reached()
+                return
             near = self._near()
             if near is not None:
                 self._claim_near(near)

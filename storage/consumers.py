@@ -52,7 +52,7 @@ from storage.records import (
 from storage.retention import Marks
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
     from storage.api import Loss
     from storage.history import History
@@ -369,12 +369,14 @@ def _hold(txn: WriteTxn, record: Record, op: Advance) -> None:
 
 
 def subscribe(txn: WriteTxn, _: History, op: Subscribe) -> None:
-    """See storage.api.Subscribe."""
+    """See storage.api.Subscribe. Costs what it changes, not what is subscribed to already."""
     record = _owned(txn, op.consumer_id, op.incarnation)
-    subs = _by_filter(txn, record)
+    subs = {wanted.filter: _subscription(txn, record, wanted.filter) for wanted in op.subscriptions}
     unsettled = _unsettled(txn, record)
+    lost = [before for s in op.subscriptions if (before := subs[s.filter]) and not needs(s)]
+    needed_from = _needed_without(txn, record, lost)
     for wanted in op.subscriptions:
-        before = subs.get(wanted.filter)
+        before = subs[wanted.filter]
         from_offset = wanted.from_offset
         if before is not None and before.qos > 0:
             from_offset = min(before.from_offset, from_offset)
@@ -386,7 +388,9 @@ def subscribe(txn: WriteTxn, _: History, op: Subscribe) -> None:
         )
         _count(txn, record, before, -1)
         _count(txn, record, sub, +1)
-    record.needed_from = _needed_from(subs.values())
+        if needs(sub):
+            needed_from = min(needed_from, from_offset)
+    record.needed_from = needed_from if record.durable else 0
     _checkpoint(txn, record, unsettled)
     _save(txn, record)
 
@@ -394,8 +398,9 @@ def subscribe(txn: WriteTxn, _: History, op: Subscribe) -> None:
 def unsubscribe(txn: WriteTxn, _: History, op: Unsubscribe) -> tuple[bool, ...]:
     """See storage.api.Unsubscribe."""
     record = _owned(txn, op.consumer_id, op.incarnation)
-    subs = _by_filter(txn, record)
+    subs = {unwanted: _subscription(txn, record, unwanted) for unwanted in op.filters}
     unsettled = _unsettled(txn, record)
+    needed_from = _needed_without(txn, record, [sub for sub in subs.values() if sub is not None])
     was_there: list[bool] = []
     for unwanted in op.filters:
         before = subs.pop(unwanted, None)
@@ -403,14 +408,25 @@ def unsubscribe(txn: WriteTxn, _: History, op: Unsubscribe) -> tuple[bool, ...]:
         if before is not None:
             txn.delete(Space.SUBSCRIPTION, U64.pack(record.id) + filter_hash(unwanted))
             _count(txn, record, before, -1)
-    record.needed_from = _needed_from(subs.values())
+    record.needed_from = needed_from if record.durable else 0
     _checkpoint(txn, record, unsettled)
     _save(txn, record)
     return tuple(was_there)
 
 
-def _by_filter(txn: ReadTxn, record: Record) -> dict[bytes, Subscription]:
-    return {sub.filter: sub for sub in subscriptions_of(txn, record.id)}
+def _subscription(txn: ReadTxn, record: Record, topic_filter: bytes) -> Subscription | None:
+    raw = txn.get(Space.SUBSCRIPTION, U64.pack(record.id) + filter_hash(topic_filter))
+    return None if raw is None else decode_subscription(record.id, raw)
+
+
+def _needed_without(txn: ReadTxn, record: Record, lost: Sequence[Subscription]) -> int:
+    """Lowest from_offset of a consumer's subscriptions but for some; NONE = none needs anything.
+    Looks at all of them only if one that is lost may be the lowest."""
+    if not any(needs(sub) and sub.from_offset <= record.needed_from for sub in lost):
+        return record.needed_from if record.durable else NONE
+    gone = {sub.filter for sub in lost}
+    subs = subscriptions_of(txn, record.id)
+    return min((s.from_offset for s in subs if needs(s) and s.filter not in gone), default=NONE)
 
 
 def _count(txn: WriteTxn, record: Record, sub: Subscription | None, by: int) -> None:

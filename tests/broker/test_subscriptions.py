@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from broker_ext.replay import Replay
 from broker_ext.wire import (
     Puback,
     Publish,
@@ -580,3 +581,24 @@ async def test_an_unsubscribe_amid_retained_messages_ends_them(
         await client.quiet()
         assert came <= 20
         assert not broker.hub.registry.owners[b"s"]._walks
+
+
+async def test_a_subscribe_of_a_session_that_keeps_up_costs_the_same_however_many_it_has(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = await broker.subscriber(b"c", *(b"f/%d" % n for n in range(100)))
+    made: list[object] = []
+
+    def replay(*args: Any, **kwargs: Any) -> Replay:
+        made.append(args)
+        return Replay(*args, **kwargs)
+
+    monkeypatch.setattr("broker_ext.durable.Replay", replay)
+    await client.subscribe(b"another")
+    await client.unsubscribe(b"f/7")
+    assert made == []
+    publisher = await broker.connect(b"p", clean=True)
+    await publisher.deliver(b"another", b"x")
+    await publisher.deliver(b"f/7", b"not wanted")
+    await publisher.deliver(b"f/8", b"y")
+    assert await client.payloads(2) == [b"x", b"y"]

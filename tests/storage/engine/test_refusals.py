@@ -24,6 +24,7 @@ from storage.api import (
 from storage.durable import DurableStore
 from storage.errors import StoreRefusal
 from storage.kv import Space
+from storage.records import decode_subscription
 from tests.storage.harness import NOW_MS, A, B, message
 
 if TYPE_CHECKING:
@@ -135,3 +136,27 @@ async def test_a_session_that_is_damaged_holds_up_the_expiry_of_no_other(
     assert set(gone) >= {b"before", b"behind"}
     assert await db.do(Expire(LATER_MS, 10)) == ()
     await db.store.close()
+
+
+async def test_a_subscription_costs_the_same_however_many_there_are(
+    files: Files, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    db = files.database()
+    await db.open()
+    consumer = await db.subscriber(b"dev", *(b"f/%d" % n for n in range(100)))
+    looked_at: list[int] = []
+
+    def decode(consumer_id: int, raw: bytes) -> Subscription:
+        looked_at.append(consumer_id)
+        return decode_subscription(consumer_id, raw)
+
+    monkeypatch.setattr("storage.consumers.decode_subscription", decode)
+    for wanted in (
+        Subscription(b"new", 1, 0),
+        Subscription(b"new", 2, 5),
+        Subscription(b"f/1", 2, 5),
+    ):
+        looked_at.clear()
+        await db.do(Subscribe(consumer.id, A, (wanted,)))
+        assert len(looked_at) <= 1
+    await db.stop()
