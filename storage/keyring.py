@@ -169,6 +169,7 @@ def add_key(file: Path, key_id: str) -> None:
     secret = base64.b64encode(secrets.token_bytes(KEY_BYTES)).decode("ascii")
     fresh = file.with_name(f"{file.name}.new")
     try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh.unlink(missing_ok=True)
         with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
             out.write(f"{key_id} {secret}\n{before}")

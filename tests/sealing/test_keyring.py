@@ -103,9 +103,10 @@ def test_a_key_shows_nothing_but_its_id() -> None:
 
 
 def test_a_new_key_is_put_first_and_the_others_stay(tmp_path: Path) -> None:
-    file = tmp_path / "keys"
+    file = tmp_path / "etc" / "keys"
     add_key(file, "one")
     assert file.stat().st_mode & 0o777 == 0o600
+    assert file.parent.stat().st_mode & 0o777 == 0o700
     first = read_keys(file=file)
     add_key(file, "two")
     second = read_keys(file=file)
