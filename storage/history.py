@@ -237,7 +237,8 @@ class _Reading:
             rows = block.rows()
             return [at for at in range(begin, block.count) if qos_of[rows[at][3]]]
         positions = block.positions()
-        topics = self.exact if self.exact is not None else positions
+        exact = self.exact
+        topics = positions if exact is None or len(exact) > len(positions) else exact
         found = [positions[name] for name in topics if name in positions and self.grant(name)]
         some = found[0] if len(found) == 1 else sorted(chain.from_iterable(found))
         return [at for at in some if at >= begin] if begin else some

@@ -203,7 +203,14 @@ class _LmdbDatabase:
             else:
                 if frees:
                     self._keep_reserve()
+                    self._forget_the_dead()
                 return result
+
+    def _forget_the_dead(self) -> None:
+        """A process that died while it read the file (a backup) keeps all pages that were in use
+        then from being used again, until somebody looks whether it is there."""
+        with suppress(lmdb.Error):  # the batch is committed, and the next one looks again
+            self._env.reader_check()
 
     def _is_disk_full(self) -> bool:
         """LMDB says "I/O error" of a write that was cut short because the disk was full."""

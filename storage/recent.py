@@ -55,7 +55,7 @@ class _Stretch:
             for entry in islice(self.entries, self._indexed, None):
                 of_topic.setdefault(entry.topic, []).append(entry)
             self._indexed = len(self.entries)
-        if topics is None:
+        if topics is None or len(topics) > len(of_topic):  # whichever are fewer
             topics = [topic for topic in of_topic if accepts(topic)]
         found = [of_topic[topic] for topic in topics if topic in of_topic]
         if not found:

@@ -184,6 +184,26 @@ async def test_a_map_that_could_not_be_opened_again_is_opened_by_a_later_write(
     await db.stop()
 
 
+async def test_a_backup_that_was_killed_does_not_keep_the_file_growing(tmp_path: Path) -> None:
+    """Who reads an LMDB file keeps the pages of that moment from being used again."""
+    files = Files("lmdb", tmp_path)
+    db = files.database()
+    await db.open()
+    await db.append(message())
+    code = (
+        "import lmdb, os, signal, sys\n"
+        "env = lmdb.open(sys.argv[1], subdir=False, readonly=True)\n"
+        "with env.begin():\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(files.file)], check=False)  # noqa: ASYNC221
+    for head in range(1, 40):
+        await db.append(message(payload=bytes(1 << 20)))
+        await db.write(Prune(head, 0, 1000))
+    await db.stop()
+    assert files.file.stat().st_size < 10 << 20
+
+
 async def test_the_map_grows_under_a_batch_that_does_not_fit(tmp_path: Path) -> None:
     db = Files("lmdb", tmp_path).database()
     await db.open()
