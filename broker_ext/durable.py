@@ -6,6 +6,11 @@ Where it stands in the history is one of
     lagging   entries after ``cursor`` have not: they are taken from the committer's tail, or read
     held      a subscription change is being saved: lagging, and not looking
 
+What was published with QoS 0 while it was away (``queue_qos0``) is read on the way, until it is
+live for the first time; from then on it is there to be handed such messages as they come. Where one
+became the other is written with ``Detach``, so that each comes at most once [MQTT-4.3.1-1]; of a
+session that dies instead it is not known, and nothing of it is delivered again.
+
 Everything it wants to store for one batch is written by one ``Advance`` under its incarnation (P3).
 """
 
@@ -80,6 +85,7 @@ class DurableSession(Session):
     """
 
     durable: ClassVar[bool] = True
+    keeps_qos0: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -104,6 +110,8 @@ class DurableSession(Session):
         self.cursor = snapshot.consumer.cursor
         self.saved_cursor = self.cursor
         self.live = False
+        self.catches_up = hub.settings.queue_qos0
+        self._qos0_after = snapshot.consumer.qos0_after
         self.verified = False
         self._unbound = unbound
         self.inbound = set(snapshot.inbound)
@@ -548,6 +556,8 @@ class DurableSession(Session):
         """Claim what the cursor has not reached, as far as there is room."""
         if self.live or self.sealed or self._holds or self._reading is not None:
             return
+        if self.catches_up and self.peer.congested:
+            return  # there may be something to send at once
         if not self.hub.router.guarded:
             if self.cursor >= self.committer.last:  # nothing to look through; no need of a replay
                 self._reached()
@@ -601,7 +611,11 @@ class DurableSession(Session):
         options = self.replay.options
         newest = self._newest
         for entry, qos in entries:
-            if qos and not (entry.expires_ms and self.is_over(entry)):
+            if not entry.qos:
+                if self.catches_up and not self._give(entry):
+                    self.cursor = entry.offset - 1
+                    return False
+            elif qos and not (entry.expires_ms and self.is_over(entry)):
                 if newest is not None and self._is_superseded(entry):
                     continue
                 if not out.room:
@@ -615,9 +629,26 @@ class DurableSession(Session):
             self._reached()
         return True
 
+    def _give(self, entry: Entry) -> bool:
+        """Send what was published with QoS 0 while its client was away, if it is wanted. False:
+        not now, the connection is full."""
+        if entry.offset <= self._qos0_after or not self.replay.wants(entry):
+            return True
+        if self._newest is not None and self._is_superseded(entry):
+            return True
+        if self.peer.congested:
+            return False
+        self._qos0_after = entry.offset
+        self.hub.figures.queued_qos0 += 1
+        options = self.replay.options(entry)
+        retain = options.retain and entry.flags & RETAINED != 0
+        self._deliver(entry, 0, retain, options.identifiers)
+        return True
+
     def _reached(self) -> None:
         """Everything up to the end of the history was offered."""
         self.live = True
+        self.catches_up = False
         if self.verified:
             return
         self.verified = True
@@ -668,7 +699,7 @@ class DurableSession(Session):
         if self._newest is not None:
             await self._newest.look_up(self.hub.store, wanted)
         if guarded:
-            wanted = [(e, q if q and await self._permitted(e) else 0) for e, q in wanted]
+            wanted = [(e, q) for e, q in wanted if (q or not e.qos) and await self._permitted(e)]
         if self.sealed or self._holds or epoch != self._epoch:
             return False
         return self._claim_all(wanted, through)
@@ -846,6 +877,7 @@ class DurableSession(Session):
                 self.hub.clock.now_ms(),
                 expiry_s=self.expiry_s,
                 keep_expiry=False,
+                qos0_after=self._qos0_after if self.catches_up else self.committer.last,
             ),
             self._written,
         )

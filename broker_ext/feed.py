@@ -122,6 +122,8 @@ class Feed:
     """
 
     durable: Final = False
+    keeps_qos0: Final = False
+    catches_up: Final = False
 
     def __init__(
         self, session: TransientSession, messages: HistorySubscription, grants: list[Grant]

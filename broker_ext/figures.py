@@ -36,6 +36,7 @@ class Figures:
 
     connects_delayed: CONNECTs of a client id that came too often (max_connects_per_second).
     dropped_qos0: QoS 0 messages not written, because the client reads too slowly.
+    queued_qos0: QoS 0 messages delivered that were published while their client was away.
     dropped_queue: QoS 1 and 2 messages that a transient session's full queue did not take.
     refused_retained: retained messages not stored, because of the limit.
     refused_quota: messages of MQTT 5 publishers refused with 0x97.
@@ -64,6 +65,7 @@ class Figures:
     redelivered: int = 0
     settled: int = 0
     dropped_qos0: int = 0
+    queued_qos0: int = 0
     dropped_queue: int = 0
     refused_retained: int = 0
     refused_quota: int = 0

@@ -164,6 +164,8 @@ class History:
         if new:
             await hub.committer.apply(Subscribe(consumer_id, _INCARNATION, new))
         self._kept = {f: had.get(f, head) for f in wanted}
+        for name in self._kept:
+            hub.router.follow(name, 1)
 
     async def checkpoint(self) -> None:
         """``history_filters`` log, but hold nothing back: ``retain_for`` says how long."""
@@ -206,6 +208,7 @@ class HistorySubscription:
         self._closed = False
         for name in self._filters:
             hub.router.count(name, 1)
+            hub.router.follow(name, 1)
         self._verify()
 
     def progress(self) -> Position:
@@ -329,6 +332,7 @@ class HistorySubscription:
         if not self.verified.done():
             self.verified.cancel()
         for name in self._filters:
+            self._hub.router.follow(name, -1)
             self._hub.router.count(name, -1)
         self._history.closed(self)
 

@@ -110,7 +110,12 @@ class Hub:
             bytes_max=settings.max_retained_bytes,
         )
         self.router = Router(
-            self.committer, self.retained, self.figures, self.shared, Rules(settings.filters)
+            self.committer,
+            self.retained,
+            self.figures,
+            self.shared,
+            Rules(settings.filters),
+            queues_qos0=settings.queue_qos0,
         )
         self.router.load(self.opened.filters)
         self.wills.load(self.opened.wills)

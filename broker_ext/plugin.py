@@ -86,6 +86,9 @@ class DurableSessionPlugin(BasePlugin[Any]):
         """Whether filters with `+` and `#` are granted (else 0xA2, before MQTT 5 0x80)."""
         subscription_identifiers: bool = True
         """MQTT 5: whether filters with a Subscription Identifier are granted (else 0xA1)."""
+        queue_qos0: bool = True
+        """Whether what is published with QoS 0 is kept for sessions that are away and subscribed to
+        it with QoS 1 or 2, as amqtt does; they are sent it with QoS 0, at most once."""
         max_queued_messages: int = 1000
         """Messages that wait for a transient (clean) session; more are dropped and counted."""
         max_queued_bytes: int = 16 << 20
@@ -363,6 +366,7 @@ class DurableSessionPlugin(BasePlugin[Any]):
             max_messages=config.max_messages,
             filters=filter_rules(config.filters),
             max_delivery_attempts=config.max_delivery_attempts,
+            queue_qos0=config.queue_qos0,
             sinks=sinks_settings(config.sinks),
             keep_done_s=config.keep_done,
             keep_dead_s=config.keep_dead,

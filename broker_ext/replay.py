@@ -82,6 +82,12 @@ class Replay:
             qos = self._find(entry)[0]
         return min(qos, entry.qos)
 
+    def wants(self, entry: Entry) -> bool:
+        """Whether an entry with QoS 0 is to be delivered to who missed it."""
+        if not self._is_plain or entry.offset <= self._newest_from:
+            return self._look(entry)[0] > 0
+        return self.accepts(entry.topic) > 0
+
     def options(self, entry: Entry) -> Options:
         """How an entry that is granted is to be delivered."""
         return PLAIN if self._is_plain else self._look(entry)[1]

@@ -1,8 +1,9 @@
 """Who gets a message, and whether it must be stored.
 
 A message is logged when it has QoS >= 1 and matches the filter of at least one durable consumer,
-connected or not. To know that takes the set of distinct durable filters with reference counts, not
-the sessions: a session at rest costs no memory here, and no work per message.
+connected or not; one with QoS 0 when such a session is away (``queue_qos0``). To know that takes
+the set of distinct durable filters with reference counts, not the sessions: a session at rest costs
+no memory here, and no work per message.
 
 The answer for a topic (a ``Route``) is remembered until any subscription changes.
 """
@@ -43,6 +44,11 @@ class Receiver(Protocol):
         ...
 
     @property
+    def keeps_qos0(self) -> bool:
+        """Whether what is published with QoS 0 is kept for it while it is away."""
+        ...
+
+    @property
     def client_id(self) -> bytes:
         """Whom No Local is about."""
         ...
@@ -55,14 +61,22 @@ class Receiver(Protocol):
         """A message to deliver from memory."""
         ...
 
+    @property
+    def catches_up(self) -> bool:
+        """Whether it reads from the history what was published with QoS 0, until it has all that
+        it missed."""
+        ...
+
 
 class _Place:
-    """What stands at one topic filter."""
+    """What stands at one topic filter. durable: how many consumers. followers: how many of them are
+    no sessions; they take nothing with QoS 0 from the history."""
 
-    __slots__ = ("durable", "subscribers")
+    __slots__ = ("durable", "followers", "subscribers")
 
     def __init__(self) -> None:
         self.durable = 0
+        self.followers = 0
         self.subscribers: dict[Receiver, tuple[int, Options]] | None = None
 
 
@@ -70,17 +84,18 @@ class Route:
     """The receivers of one topic: session, QoS that it was granted, and what else it asked for,
     of all its filters that match.
 
-    log: a durable consumer wants it. durable: connected durable sessions (QoS >= 1). direct:
-    connected sessions that are served from memory: transient ones, and durable ones that only have
-    QoS 0 here. local: client ids of those who do not want everything that they publish themselves
-    (No Local); what these publish has a route of its own. expire_after_ms, keeps_latest: of the
-    topic (broker_ext.rules).
+    log: a durable consumer wants it. away: so does a session that is not connected. durable:
+    connected durable sessions (QoS >= 1). direct: connected sessions that are served from memory:
+    transient ones, and durable ones that only have QoS 0 here. local: client ids of those who do
+    not want everything that they publish themselves (No Local); what these publish has a route of
+    its own. expire_after_ms, keeps_latest: of the topic (broker_ext.rules).
     """
 
-    __slots__ = ("direct", "durable", "expire_after_ms", "keeps_latest", "local", "log")
+    __slots__ = ("away", "direct", "durable", "expire_after_ms", "keeps_latest", "local", "log")
 
-    def __init__(self, log: bool) -> None:
-        self.log = log
+    def __init__(self) -> None:
+        self.log = False
+        self.away = False
         self.expire_after_ms = 0
         self.keeps_latest = False
         self.durable: list[tuple[Receiver, int, Options]] = []
@@ -103,12 +118,15 @@ class Router:
         figures: Figures,
         shared: Shared,
         rules: Rules,
+        *,
+        queues_qos0: bool = True,
     ) -> None:
         self.committer = committer
         self.shared = shared
         self.retained = retained
         self.figures = figures
         self.rules = rules
+        self.queues_qos0 = queues_qos0
         self.guarded = False
         """A topic plugin must be asked for each delivery (the seam sets it)."""
         self._places: FilterTree[_Place] = FilterTree(_Place)
@@ -135,6 +153,14 @@ class Router:
         place = self._places.at(topic_filter)
         place.durable += change
         assert place.durable >= 0, "a durable filter was released more often than taken"
+        self._forget(topic_filter, place)
+
+    def follow(self, topic_filter: bytes, change: int) -> None:
+        """One (+1) of the durable consumers that are counted here is no session, or (-1) not any
+        more: a sink, a group, a reader of the history. What has QoS 0 is not logged for it."""
+        place = self._places.at(topic_filter)
+        place.followers += change
+        assert place.followers >= 0, "a follower was released more often than taken"
         self._forget(topic_filter, place)
 
     def attach(
@@ -166,7 +192,7 @@ class Router:
             self._forget(topic_filter, place)
 
     def _forget(self, topic_filter: bytes, place: _Place) -> None:
-        if not place.durable and not place.subscribers:
+        if not (place.durable or place.followers or place.subscribers):
             self._places.remove(topic_filter)
         self._changed()
 
@@ -200,12 +226,13 @@ class Router:
         return own
 
     def _find(self, topic: bytes, origin: bytes | None = None) -> Route:
-        log = False
+        route = Route()
         local: set[bytes] = set()
         receivers: dict[Receiver, tuple[int, Options]] = {}
         for place in self._places.match(topic):
             if place.durable:
-                log = True
+                route.log = True
+                route.away |= place.durable > place.followers + _sessions_at(place)
             for session, (qos, options) in (place.subscribers or {}).items():
                 if options.no_local:
                     local.add(session.client_id)
@@ -216,7 +243,7 @@ class Router:
                     qos = max(qos, before[0])  # noqa: PLW2901 - of both
                     options = joined((before[1], options))  # noqa: PLW2901
                 receivers[session] = (qos, options)
-        route = Route(log)
+        route.away &= topic[:1] != b"$"  # statistics of a broker are of the moment
         route.expire_after_ms = self.rules.expire_after_ms(topic)
         route.keeps_latest = self.rules.keeps_latest(topic)
         route.local = local
@@ -247,12 +274,12 @@ class Router:
         stored = False
         if retain:
             stored = self.retained.keep(topic, payload, qos, origin, expires_ms, properties)
+        flags = RETAINED if retain else 0
         if qos and route.log:
             if route.expire_after_ms:
-                over_ms = self.committer.clock.now_ms() + route.expire_after_ms
-                expires_ms = min(expires_ms or over_ms, over_ms)
+                expires_ms = self._deadline(route, expires_ms)
             entry = self.committer.append(
-                topic, payload, qos, RETAINED if retain else 0, origin, expires_ms, properties
+                topic, payload, qos, flags, origin, expires_ms, properties
             )
             stored = True
             if route.keeps_latest and self.rules.newest is not None:
@@ -261,13 +288,42 @@ class Router:
                 session.offer(entry, min(qos, granted), options)
             if not route.direct:
                 return True
-        elif route.direct or route.durable:
-            flags = RETAINED if retain else 0
-            entry = Entry(0, topic, payload, qos, flags, origin, expires_ms, properties)
-            for session, _, options in route.durable:
-                session.pass_on(entry, 0, options)  # QoS 0: live, without a position
-        else:
+        elif route.is_empty:
             return stored
+        else:
+            entry = Entry(0, topic, payload, qos, flags, origin, expires_ms, properties)
+            if route.log:
+                self._publish_qos0(route, entry)
         for session, granted, options in route.direct:
             session.pass_on(entry, min(qos, granted), options)
         return stored
+
+    def _deadline(self, route: Route, expires_ms: int) -> int:
+        """Of a message that is logged (``expire_after``)."""
+        if not route.expire_after_ms:
+            return expires_ms
+        over_ms = self.committer.clock.now_ms() + route.expire_after_ms
+        return min(expires_ms or over_ms, over_ms)
+
+    def _publish_qos0(self, route: Route, message: Entry) -> None:
+        """Hand a message with QoS 0 to durable sessions: live, without a position; through the
+        history to those who are away, and to those who are not through with what they missed.
+
+        It is not logged while the store has enough to do with what was promised (P11)."""
+        logged = (
+            self.queues_qos0
+            and (route.away or any(session.catches_up for session, _, _ in route.durable))
+            and self.committer.is_at_ease
+        )
+        if logged:
+            expires_ms = self._deadline(route, message.expires_ms)
+            self.committer.append(*message._replace(expires_ms=expires_ms)[1:])
+        for session, _, options in route.durable:
+            if not (logged and session.catches_up):
+                session.pass_on(message, 0, options)
+
+
+def _sessions_at(place: _Place) -> int:
+    """Connected sessions that something would be kept for."""
+    subscribers = place.subscribers or {}
+    return sum(qos > 0 and session.keeps_qos0 for session, (qos, _) in subscribers.items())

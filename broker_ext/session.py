@@ -166,6 +166,8 @@ class Session:
     """
 
     durable: ClassVar[bool] = False
+    keeps_qos0: ClassVar[bool] = False
+    catches_up = False
     consumer_id = 0
 
     def __init__(

@@ -24,6 +24,7 @@ class Settings:
     max_inflight: int = 100
     max_packet_bytes: int = 16 << 20
     max_client_id_bytes: int = 1024
+    queue_qos0: bool = True
     max_queued_messages: int = 1000
     max_queued_bytes: int = 16 << 20
     max_retained_messages: int = 100_000

@@ -135,7 +135,8 @@ class Entry(NamedTuple):
     """One message in the history. A NamedTuple, because one is made for every durable PUBLISH.
 
     offset: 1, 2, 3, ...; 0 for a message that is not in the history (retained, held, will).
-    qos: as published, 0..2 (0 only outside the history).
+    qos: as published, 0..2. Of one with QoS 0 the history has a copy for who is away; nothing that
+        is promised of the history holds for it, and where it is gone nothing is lost.
     flags: RETAINED or 0.
     origin: client id of the publisher (MQTT 5 No Local), may be empty.
     expires_ms: deadline, 0 = never.
@@ -228,6 +229,8 @@ class Consumer:
         owner says otherwise: nobody may have been told of it.
     expiry_s: seconds a detached record is kept, None = for ever.
     detached_ms: when the last owner left; 0 = an owner is attached.
+    qos0_after: what the history has with QoS 0 at or below this offset it was given, or may have
+        been, or was not there for: it is not delivered (again) [MQTT-4.3.1-1].
     version: MQTT protocol level that created it (3, 4, 5); opaque here.
     """
 
@@ -244,6 +247,7 @@ class Consumer:
     detached_ms: int = 0
     created_ms: int = 0
     version: int = 4
+    qos0_after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +429,8 @@ class Detach:
     """The last save of an owner: it leaves at ``now_ms``; the expiry of the record starts.
 
     expiry_s: a new expiry (MQTT 5 DISCONNECT), or None with keep_expiry. Also a checkpoint.
+    qos0_after: of the record, None = unchanged. An owner that dies instead leaves the head there:
+        what it was given with QoS 0 nobody knows.
     Outcome: None or Fenced. The incarnation stays on the record; nothing may be written under it
     after this (the session's own rule: it is sealed).
     """
@@ -434,6 +440,7 @@ class Detach:
     now_ms: int
     expiry_s: int | None = None
     keep_expiry: bool = True
+    qos0_after: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -654,8 +661,9 @@ class Store(Protocol):
         ...
 
     async def newest(self, topics: Sequence[bytes]) -> list[int]:
-        """The offset of the newest entry of each topic; 0 = there is none, or it cannot be told.
-        Costs a look at the index and a block for each topic, whatever is stored."""
+        """The offset of the newest entry of each topic with QoS >= 1; 0 = there is none, or it
+        cannot be told: damage or a newer one with QoS 0 hides it. Costs a look at the index and a
+        block for each topic, whatever is stored."""
         ...
 
     async def snapshot(self, client_id: bytes) -> Snapshot | None:

@@ -248,6 +248,10 @@ class Block:
         except (IndexError, StructError):
             raise Damage(offset) from None
 
+    def is_promised(self, position: int) -> bool:
+        """Whether an entry has QoS >= 1, as a table says that is sound."""
+        return self.rows()[position][2] & _QOS > 0
+
     def topics(self) -> set[bytes]:
         """Topics of its entries; if the table is damaged, all names that may be one."""
         if not self.is_sound:
@@ -257,17 +261,18 @@ class Block:
     def last_of_topics(self, through: int, now_ms: int = 0) -> dict[bytes, int]:
         """Topic -> its last offset at or below ``through``; never too low, if damage hides it.
 
-        Of entries that had not expired at ``now_ms``; 0 = all of them had.
+        Of entries that somebody was promised: with QoS >= 1, not expired at ``now_ms``. 0 = none.
         """
         if not self.is_sound:
             return dict.fromkeys(self.names, min(through, self.last))
         rows = self.rows()[: max(0, through + 1 - self.first)]
-        if not (now_ms and any(row[2] & _HAS_EXPIRY for row in rows)):
+        if all(row[2] & _QOS and not row[2] & (_HAS_EXPIRY if now_ms else 0) for row in rows):
             return {self.names[row[3]]: offset for offset, row in enumerate(rows, start=self.first)}
         found: dict[bytes, int] = {}
         for position, row in enumerate(rows):
             topic = self.names[row[3]]
-            if row[2] & _HAS_EXPIRY and self._is_over(position, now_ms):
+            is_over = now_ms and row[2] & _HAS_EXPIRY and self._is_over(position, now_ms)
+            if is_over or not row[2] & _QOS:
                 found.setdefault(topic, 0)
             else:
                 found[topic] = self.first + position

@@ -479,6 +479,12 @@ class Committer:
         return self.over
 
     @property
+    def is_at_ease(self) -> bool:
+        """Whether something may be written that nobody was promised: it would keep nobody from
+        being read, and nothing from being written (P11)."""
+        return self.failing_since is None and 2 * self.waiting_bytes < self.bytes_max
+
+    @property
     def waiting_bytes(self) -> int:
         """What counts against ``bytes_max``: not committed yet."""
         return self._bytes + self._open.appended_bytes

@@ -292,6 +292,8 @@ def acquire(txn: WriteTxn, history: History, op: Acquire) -> Acquired:
             return Acquired(False, None, log, dropped, dropped_id)
         record = _new(txn, history, op)
     found = read_snapshot(txn, history.ends, record)
+    if record.detached_ms == 0:  # as after a death: the owner before did not say where it was
+        record.qos0_after = history.ends.head
     record.user = op.user
     record.incarnation = op.incarnation
     record.version = op.version
@@ -461,6 +463,8 @@ def detach(txn: WriteTxn, _: History, op: Detach) -> None:
     """See storage.api.Detach."""
     record = _owned(txn, op.consumer_id, op.incarnation)
     unsettled = _unsettled(txn, record)
+    if op.qos0_after is not None:
+        record.qos0_after = op.qos0_after
     keep = op.keep_expiry and op.expiry_s is None
     expiry_s = record.consumer.expiry_s if keep else op.expiry_s
     _set_presence(txn, record, detached_ms=op.now_ms, expiry_s=expiry_s)
@@ -485,8 +489,9 @@ def put_anew(txn: WriteTxn, record: Record, subscriptions: list[Subscription]) -
     _save(txn, record)
 
 
-def detach_all(txn: WriteTxn, now_ms: int) -> None:
-    """Whoever is attached when the database is opened died with the last process."""
+def detach_all(txn: WriteTxn, head: int, now_ms: int) -> None:
+    """Whoever is attached when the database is opened died with the last process. head: what they
+    were given with QoS 0 up to there nobody knows."""
     for packed_id, _ in list(txn.scan(Space.ATTACHED)):
         try:
             record = load(txn, int.from_bytes(packed_id, "big"))
@@ -495,6 +500,7 @@ def detach_all(txn: WriteTxn, now_ms: int) -> None:
         if record is not None:
             expiry_s = record.consumer.expiry_s
             _set_presence(txn, record, detached_ms=now_ms, expiry_s=expiry_s)
+            record.qos0_after = head
             _save(txn, record)
 
 

@@ -232,6 +232,6 @@ def opened(txn: WriteTxn, identity: Identity, minted: str, now_ms: int) -> tuple
     now_ms = max(now_ms, ends.seen_ms)
     engine = Engine(identity, ends)
     engine.read_tail(txn)
-    consumers.detach_all(txn, now_ms)
+    consumers.detach_all(txn, ends.head, now_ms)
     found = Opened(ends.log(identity), filter_counts(txn), wills(txn), minted, now_ms)
     return found, engine

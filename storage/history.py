@@ -5,9 +5,10 @@ two ways to name the next block: the scan takes each one; the plan by topic take
 index has for a matching topic. Both then do the same work on a block, so that the choice can
 only cost time.
 
-Rule 1. An entry that matches is handed out, or EntryDamaged is raised; it is never skipped.
-        Where damage hides the topic of an entry, the index is asked whose it was; where that
-        does not help it counts as matching.
+Rule 1. An entry that matches is handed out, or EntryDamaged is raised; it is never skipped
+        (but for one that is known to have QoS 0, which is promised to nobody). Where damage hides
+        the topic of an entry, the index is asked whose it was; where that does not help it counts
+        as matching.
 Rule 2. ``accept`` is asked once for each topic and read.
 """
 
@@ -219,6 +220,8 @@ class _Reading:
             try:
                 entry = block.entry(position)
             except Damage as damage:
+                if not block.is_promised(position):
+                    continue
                 topic = block.names[block.rows()[position][3]]
                 raise EntryDamaged(damage.offset, topic) from None
             if (stopped := self.took(entry, self.grant(entry.topic))) is not None:
@@ -385,7 +388,8 @@ def fetch(txn: ReadTxn, offsets: Sequence[int]) -> list[Entry]:
 
 
 def newest(txn: ReadTxn, topics: Sequence[bytes]) -> list[int]:
-    """The offset of the newest entry of each topic, 0 = there is none, or damage hides it."""
+    """The offset of the newest entry of each topic with QoS >= 1, 0 = there is none, or damage or a
+    newer one with QoS 0 hides it."""
     ends = read_ends(txn)
     found: dict[bytes, int] = {}
     wanted = set(topics)
@@ -403,7 +407,8 @@ def _last_of(block: Block | None, topics: set[bytes]) -> dict[bytes, int]:
     """Topic -> its last offset in a block; nothing of one that cannot be told for sure."""
     if block is None or not block.is_sound or topics.isdisjoint(block.names):
         return {}
-    return {t: offset for t, offset in block.last_of_topics(block.last).items() if t in topics}
+    last = block.last_of_topics(block.last)
+    return {topic: offset for topic, offset in last.items() if offset and topic in topics}
 
 
 def _block_with(txn: ReadTxn, offset: int) -> Block:

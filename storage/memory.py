@@ -161,7 +161,8 @@ class MemoryStore:
         now_ms = self._seen_ms = max(now_ms, self._seen_ms)
         for snapshot in list(self._tables.consumers.values()):
             if snapshot.consumer.detached_ms == 0:
-                left = replace(snapshot.consumer, detached_ms=now_ms)
+                head = self._tables.ends.head
+                left = replace(snapshot.consumer, detached_ms=now_ms, qos0_after=head)
                 self._save(replace(snapshot, consumer=left))
         self._undo.clear()
         return Opened(
@@ -278,6 +279,7 @@ class MemoryStore:
             found = self._create(op)
         if found is None:
             return Acquired(False, None, self._log(), dropped, dropped_id)
+        left = found.consumer.detached_ms > 0
         owned = replace(
             found.consumer,
             user=op.user,
@@ -285,6 +287,7 @@ class MemoryStore:
             expiry_s=op.expiry_s,
             version=op.version,
             detached_ms=0,
+            qos0_after=found.consumer.qos0_after if left else self._tables.ends.head,
         )
         self._save(replace(found, consumer=owned))
         snapshot = self._snapshot(op.client_id)
@@ -373,7 +376,13 @@ class MemoryStore:
         snapshot = self._owned(op.consumer_id, op.incarnation)
         keep = op.keep_expiry and op.expiry_s is None
         expiry_s = snapshot.consumer.expiry_s if keep else op.expiry_s
-        left = replace(snapshot.consumer, detached_ms=op.now_ms, expiry_s=expiry_s)
+        qos0_after = snapshot.consumer.qos0_after if op.qos0_after is None else op.qos0_after
+        left = replace(
+            snapshot.consumer,
+            detached_ms=op.now_ms,
+            expiry_s=expiry_s,
+            qos0_after=qos0_after,
+        )
         self._save(replace(snapshot, consumer=left))
 
     @_apply.register
@@ -434,7 +443,7 @@ class MemoryStore:
             floor += 1
             blocks += 1
             payload_bytes += len(stored.entry.payload)
-            if not 0 < stored.entry.expires_ms <= op.now_ms:
+            if stored.entry.qos and not 0 < stored.entry.expires_ms <= op.now_ms:
                 self._put(tables.marks, stored.entry.topic, floor)
             self._put(tables.history, floor, None)
         tables.ends = replace(tables.ends, floor=floor)
@@ -599,7 +608,8 @@ class MemoryStore:
         self._must_be_open()
         last: dict[bytes, int] = {}
         for offset, stored in self._tables.history.items():
-            last[stored.entry.topic] = max(offset, last.get(stored.entry.topic, 0))
+            if stored.entry.qos:
+                last[stored.entry.topic] = max(offset, last.get(stored.entry.topic, 0))
         return [last.get(topic, 0) for topic in topics]
 
     async def snapshot(self, client_id: bytes) -> Snapshot | None:

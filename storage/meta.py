@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT", "Ends", "Identity", "MetaDamaged", "read_ends", "read_format", "read_identity"]
 
-FORMAT: Final = 2
+FORMAT: Final = 3
 """Of what is stored; a database with a higher number was written by a newer version. 2: with an
-outbox; one of 1 gets its spaces when it is opened (storage.kv)."""
+outbox; one of 1 gets its spaces when it is opened (storage.kv). 3: consumers have ``qos0_after``,
+wills a number; older ones are read as they are."""
 
 _FORMAT_KEY: Final = b"format"
 _IDENTITY_KEY: Final = b"identity"

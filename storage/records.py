@@ -1,9 +1,9 @@
 """What is stored for one consumer, as bytes. All numbers are big-endian.
 
-    CONSUMER      +0  u8 version = 1, u8 MQTT level, u16 next_packet_id,
+    CONSUMER      +0  u8 version = 2, u8 MQTT level, u16 next_packet_id,
                   +4  16s incarnation, 16s generation, u64 cursor, next_claim, next_held,
                       expiry_s, detached_ms, created_ms, indexed, needed_from, durable,
-                      u16 user_bytes, user, client id, u32 crc
+                      qos0_after (not in version 1), u16 user_bytes, user, client id, u32 crc
     CLAIM         u8 version = 1, or 2 and u64 member; deliveries of 13 bytes (u64 offset, u16
                   packet id, u8 qos, u8 state, u8 attempts), u32 crc
     SUBSCRIPTION  u8 version = 1, u8 qos, u8 options, u32 identifier, u64 from_offset, filter,
@@ -52,9 +52,11 @@ NONE: Final = 0xFFFF_FFFF_FFFF_FFFF
 _VERSION: Final = 1
 _OF_MEMBER: Final = 2
 _WILL_VERSION: Final = 3
+_CONSUMER_VERSION: Final = 2
 _MASK: Final = 0xFFFFFFFF
 _CRC: Final = Struct(">I")
-_CONSUMER: Final = Struct(">BBH16s16sQQQQQQQQQH")
+_CONSUMER_1: Final = Struct(">BBH16s16sQQQQQQQQQH")
+_CONSUMER: Final = Struct(">BBH16s16sQQQQQQQQQQH")
 _DELIVERY: Final = Struct(">QHBBB")
 _MEMBER: Final = Struct(">BQ")
 _SUBSCRIPTION: Final = Struct(">BBBIQ")
@@ -101,6 +103,7 @@ class Record:
     indexed: int = NONE
     needed_from: int = 0
     durable: int = 0
+    qos0_after: int = 0
 
     @property
     def consumer(self) -> Consumer:
@@ -119,6 +122,7 @@ class Record:
             detached_ms=self.detached_ms,
             created_ms=self.created_ms,
             version=self.version,
+            qos0_after=self.qos0_after,
         )
 
     @property
@@ -131,7 +135,7 @@ class Record:
     def pack(self) -> bytes:
         """As stored."""
         packed = _CONSUMER.pack(
-            _VERSION,
+            _CONSUMER_VERSION,
             self.version,
             self.next_packet_id,
             self.incarnation,
@@ -145,6 +149,7 @@ class Record:
             self.indexed,
             self.needed_from,
             self.durable,
+            self.qos0_after,
             len(self.user),
         )
         return _sealed(packed + self.user + self.client_id, self.id)
@@ -152,7 +157,8 @@ class Record:
     @classmethod
     def unpack(cls, consumer_id: int, raw: bytes) -> Record:
         """Raises RecordDamaged."""
-        packed = _opened(raw, consumer_id, consumer_id)
+        packed = _opened(raw, consumer_id, consumer_id, (_VERSION, _CONSUMER_VERSION))
+        layout = _CONSUMER_1 if packed[0] == _VERSION else _CONSUMER
         (
             _,
             version,
@@ -168,13 +174,14 @@ class Record:
             indexed,
             needed_from,
             durable,
+            *later,
             user_bytes,
-        ) = _CONSUMER.unpack_from(packed)
-        split = _CONSUMER.size + user_bytes
+        ) = layout.unpack_from(packed)
+        split = layout.size + user_bytes
         return cls(
             consumer_id,
             packed[split:],
-            packed[_CONSUMER.size : split],
+            packed[layout.size : split],
             incarnation,
             generation,
             cursor,
@@ -188,6 +195,7 @@ class Record:
             indexed,
             needed_from,
             durable,
+            *later,
         )
 
 

@@ -32,7 +32,8 @@ What other plugins see (``BrokerContext``):
     session.retained_messages   what a plugin queues for a session at rest is delivered, once its
                             client connects; we never queue there, and so never fire
                             ``on_broker_retained_message`` with a client id: what waits for a
-                            session is in the history, once for all
+                            session is in the history, once for all, and a plugin that keeps what
+                            the event has (SessionDBPlugin) would have it delivered once more
 
 amqtt knows MQTT 3.1.1. Of an MQTT 5 client its plugins see what that version can say: packets
 without properties (``broker_ext.older``), messages as ever, ``session.clean_session`` for "its

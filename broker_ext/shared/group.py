@@ -79,6 +79,16 @@ class Group:
         return f"<group {self.name!r}>"
 
     @property
+    def keeps_qos0(self) -> bool:
+        """Never: nobody of it is away."""
+        return False
+
+    @property
+    def catches_up(self) -> bool:
+        """Likewise."""
+        return False
+
+    @property
     def durable(self) -> bool:
         """Whether it follows the history."""
         return self.record.durable

@@ -127,7 +127,7 @@ class Record:
             group.hub.router.count(group.filter, -1)
             self.awaits_history = False
             for entry in self.committer.since(head) or ():
-                if matches(group.filter, entry.topic):
+                if entry.qos and matches(group.filter, entry.topic):
                     group.pass_on(entry, entry.qos)
             raise
         self.awaits_history = False
@@ -145,15 +145,20 @@ class Record:
     def follow(self, from_offset: int) -> None:
         """The group is durable now."""
         group = self._group
-        self.durable = True
+        self._be_durable(durable=True)
         group.backlog.follow(from_offset)
         if group.members:
             group.hub.router.attach(group, group.filter, QOS)  # as a durable receiver now
 
+    def _be_durable(self, *, durable: bool) -> None:
+        if durable != self.durable:
+            self.durable = durable
+            self._group.hub.router.follow(self._group.filter, 1 if durable else -1)
+
     def give_up(self) -> None:
         """Nobody who could come back is a member any more."""
         if self.durable:
-            self.durable = False
+            self._be_durable(durable=False)
             self._group.hub.router.count(self._group.filter, -1)
             if self.rows.stored:
                 self._submit(Unsubscribe(self.consumer_id, self.incarnation, (self._group.filter,)))
@@ -171,7 +176,7 @@ class Record:
 
     def abandon(self) -> None:
         """Another object goes on with it."""
-        self.durable = False
+        self._be_durable(durable=False)
         self.consumer_id = 0
 
     def leave(self) -> None:

@@ -119,6 +119,8 @@ class Sink:
         except BaseException:
             await self.sender.close()
             raise
+        for topic_filter in dict.fromkeys(self.settings.filters):
+            self.hub.router.follow(topic_filter.encode(), 1)
         self._feeding = asyncio.ensure_future(self._feed())
         self.dispatcher.start()
 

@@ -7,7 +7,7 @@ connection, and works off a script of ``Step``s. Acknowledgements are answered a
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from broker_ext.connection import Connection
 from broker_ext.durable import DurableSession
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from broker_ext.session import End, Session
     from broker_ext.wire import Packet
+    from storage.api import Entry
     from tests.exploration.world import World
 
 __all__ = [
@@ -217,6 +218,17 @@ class FakeGuard:
     def closed(self) -> None: ...
 
 
+class _Watched(Connection):
+    """The broker's side of a link."""
+
+    __slots__ = ()
+
+    def publish(self, entry: Entry, qos: int, packet_id: int, **how: Any) -> None:
+        assert isinstance(self.transport, Link)
+        self.transport.world.ledger.begins(self.transport, entry.payload)
+        super().publish(entry, qos, packet_id, **how)
+
+
 class Link:
     """One connection of a client; it is the transport of its ``Connection``.
 
@@ -333,7 +345,7 @@ class Link:
         self.connection.data_received(data)
 
     def dial(self) -> None:
-        self.connection = Connection(
+        self.connection = _Watched(
             self.world.hub, self, FakeGuard(self.world, self), peername=self.name
         )
         properties = None

@@ -366,6 +366,21 @@ def _table() -> Iterator[Mutation]:
         source(DurableSession, "_failure", "elif entry.expires_ms and", "elif False and"),
     )
     yield Mutation(
+        "session: QoS 0 that was read while it caught up is read again",
+        "qos_0_for_who_is_away",
+        source(DurableSession, "_give", "self._qos0_after = entry.offset", "pass"),
+    )
+    yield Mutation(
+        "session: what it was given with QoS 0 is not noted at its end",
+        "qos_0_for_who_is_away",
+        source(DurableSession, "end", "else self.committer.last", "else None"),
+    )
+    yield Mutation(
+        "router: who catches up is handed QoS 0 that is logged, too",
+        "qos_0_for_who_is_away",
+        source(Router, "_publish_qos0", "not (logged and session.catches_up)", "True"),
+    )
+    yield Mutation(
         "keep: latest: the last value is passed over, too",
         "last_values",
         source(Newest, "supersedes", "> entry.offset", ">= entry.offset"),

@@ -132,6 +132,7 @@ class Ledger:
         self._accepted: dict[bytes, int] = {}
         self._topics: dict[bytes, tuple[bytes, int]] = {}
         self._acknowledged: set[bytes] = set()
+        self._sent_once: set[tuple[bytes, bytes]] = set()
         self._owed: dict[tuple[bytes, bytes], None] = {}
         self._first: dict[tuple[bytes, int], int] = {}
         self._delivered: dict[tuple[bytes, bytes], int] = {}
@@ -142,6 +143,8 @@ class Ledger:
         self._owed_to_groups: dict[tuple[bytes, bytes], None] = {}
         self._given: dict[bytes, list[tuple[Link, int]]] = {}
         """Payload -> links that a group gave it to, in their order, with the QoS."""
+        self._begun: dict[bytes, set[Link]] = {}
+        """The same, and those whose socket was closed before it was written."""
         self._from_memory: set[bytes] = set()
         self._over: set[bytes] = set()
         """Clients that a session of has ended."""
@@ -331,7 +334,8 @@ class Ledger:
         }
         for entry in memory.entries:
             if (
-                entry.offset <= cursor
+                entry.qos
+                and entry.offset <= cursor
                 and entry.offset not in record.claimed
                 and not self._has_expired(entry.payload)
                 and not self._is_superseded(entry.payload)
@@ -491,6 +495,7 @@ class Ledger:
             return
         if not packet.qos or link.clean:
             self._count(link, packet)
+            self._at_most_once(link, packet)
             return
         claims = () if record is None else record.claims
         found = [d for c in claims for d in c.deliveries if d.packet_id == packet.packet_id]
@@ -510,6 +515,15 @@ class Ledger:
         if not packet.retain:
             self._first_or_again(link, packet, delivery.offset)
         self._count(link, packet)
+
+    def _at_most_once(self, link: Link, packet: Publish) -> None:
+        """P18: with QoS 0, whatever it was published with."""
+        key = link.identity.client_id, packet.payload
+        if packet.qos or packet.retain:
+            return
+        if key in self._sent_once:
+            self.broken(f"P18: {link}: {packet.payload!r} was sent twice with QoS 0")
+        self._sent_once.add(key)
 
     def _is_shared(self, link: Link, packet: Publish, record: Snapshot | None) -> bool:
         """Whether a group gave it to this client. One that is also owed it, as a subscriber of its
@@ -543,6 +557,10 @@ class Ledger:
             matches(group.filter, packet.topic) and not group.durable
             for group in self.world.hub.shared.groups.values()
         )
+
+    def begins(self, link: Link, payload: bytes) -> None:
+        """A message is handed to a connection: its client may have it from now on."""
+        self._begun.setdefault(payload, set()).add(link)
 
     def _write_shared(self, link: Link, packet: Publish) -> None:
         """P15: it is with one member at a time, and with QoS 2 with one for good."""
@@ -833,7 +851,7 @@ class Ledger:
             came = any(count for (_, what), count in self._delivered.items() if what == payload)
             ended = any(  # or would have ended, and does not come back
                 link.identity.client_id in self._over or self._starts_clean(link.identity.client_id)
-                for link, _ in self._given.get(payload, ())
+                for link in self._begun.get(payload, ())
             )
             may_be_lost = self._topics[payload][1] == 2 and (ended or self._waits(payload))
             if payload in self._acknowledged and not (came or may_be_lost):

@@ -352,6 +352,21 @@ def wills_with_a_delay_that_wait_for_a_plugin(world: World) -> None:
 
 
 @scenario(settings=Settings(max_inflight=1), faults=1)
+def qos_0_for_who_is_away(world: World) -> None:
+    """Before, between and after its connections, in front of and behind what is claimed."""
+    world.link("other/1", subscribe((b"#", 1)), disconnect())
+    world.link("dev/1", subscribe((b"t", 1)), droppable=True, claims_max=1)
+    world.link(
+        "pub/1",
+        *(accepted("other/1"), asked("dev/1")),
+        *(publish(b"t", qos) for qos in (0, 1, 0, 1, 0, 1)),
+    )
+    world.link("pub/2", accepted("dev/2"), *(publish(b"t", qos) for qos in (0, 1, 0)))
+    world.link("dev/2", over("dev/1"), droppable=True, claims_max=1)
+    world.link("dev/3", accepted("dev/2"), settled(), claims_max=1)
+
+
+@scenario(settings=Settings(max_inflight=1), faults=1)
 def messages_that_expire(world: World) -> None:
     """While they wait for the window, for a commit, for their subscriber."""
     world.link("dev/1", subscribe((b"t", 2)), settled(), droppable=True, version=5)

@@ -55,6 +55,7 @@ OTHERS = {
     "data",
     "history_filters",
     "publish_wills_after_crash",
+    "queue_qos0",
     "response_information",
     "sinks",
     "wildcard_subscriptions",

@@ -83,6 +83,7 @@ async def test_acquire_makes_a_record_at_the_head(db: Database) -> None:
         expiry_s=60,
         created_ms=NOW_MS,
         version=5,
+        qos0_after=2,
     )
     assert consumer.id > 0
     assert acquired.snapshot == await db.snapshot()
@@ -307,6 +308,32 @@ async def test_detach_may_set_a_new_expiry(db: Database, expiry_s: int | None) -
     consumer = (await db.acquire(expiry_s=60)).consumer
     await db.do(Detach(consumer.id, A, NOW_MS, expiry_s=expiry_s, keep_expiry=False))
     assert (await db.snapshot()).consumer.expiry_s == expiry_s
+
+
+async def test_who_leaves_says_what_it_was_given_with_qos_0(db: Database) -> None:
+    await db.append_each(*(message(b"a", qos=0) for _ in range(5)))
+    consumer = (await db.acquire()).consumer
+    assert consumer.qos0_after == 5  # it is new
+    await db.do(Detach(consumer.id, A, NOW_MS, qos0_after=3))
+    assert (await db.acquire()).consumer.qos0_after == 3
+    await db.do(Detach(consumer.id, A, NOW_MS))
+    assert (await db.acquire()).consumer.qos0_after == 3
+
+
+async def test_of_an_owner_that_did_not_say_it_is_not_known_what_it_was_given_with_qos_0(
+    db: Database,
+) -> None:
+    consumer = (await db.acquire()).consumer
+    await db.do(Detach(consumer.id, A, NOW_MS, qos0_after=0))
+    await db.acquire()
+    await db.append_each(*(message(b"a", qos=0) for _ in range(2)))
+    assert (await db.acquire(b"dev", B)).consumer.qos0_after == 2  # it was taken over
+    await db.append(message(b"a", qos=0))
+    await db.reopen()
+    assert (await db.snapshot()).consumer.qos0_after == 3  # it died
+    await db.append(message(b"a", qos=0))
+    await db.reopen()
+    assert (await db.snapshot()).consumer.qos0_after == 3  # it was away
 
 
 @pytest.mark.case("HK-11")

@@ -106,8 +106,9 @@ async def test_a_takeover_in_the_same_batch_fences_what_comes_after_it(
     db: Database, make: Make
 ) -> None:
     consumer_id = await someone(db)
-    before = await db.snapshot()
     take_over, give_back = Acquire(b"dev", B, b"", NOW_MS), Acquire(b"dev", A, b"", NOW_MS)
+    await db.write(take_over, give_back)
+    before = await db.snapshot()
     outcomes = await db.write(take_over, make(consumer_id, A), give_back)
     assert outcomes[1] == Fenced(consumer_id)
     assert await db.snapshot() == before

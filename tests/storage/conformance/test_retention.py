@@ -395,6 +395,21 @@ async def test_what_had_expired_when_it_was_pruned_is_no_loss(db: Database) -> N
     assert await loss(db, b"both") == Loss(b"short", 7)
 
 
+async def test_what_has_qos_0_is_no_loss_when_it_is_pruned(db: Database) -> None:
+    for client_id, topic in ((b"both", b"#"), (b"never", b"never"), (b"mixed", b"mixed")):
+        await db.subscriber(client_id, topic)
+    never, mixed = message(b"never", qos=0), message(b"mixed", qos=0)
+    await db.append(message(b"mixed"), never, mixed, message(b"kept"), mixed, never)
+    for now_ms in (0, NOW_MS):
+        await db.prune(through=6, now_ms=now_ms)
+        assert await loss(db, b"never") is None
+        assert await loss(db, b"mixed") == Loss(b"mixed", 1)
+        assert await loss(db, b"both") == Loss(b"kept", 4)
+    await db.append(*(message(b"never/%d" % n, qos=0) for n in range(50)))
+    await db.prune(through=56)  # and leave no topics behind
+    assert await loss(db, b"both") == Loss(b"kept", 4)
+
+
 async def test_what_was_pruned_below_the_position_is_no_loss(db: Database) -> None:
     consumer = await db.subscriber(b"dev", b"t")
     await ten(db)

@@ -206,6 +206,18 @@ async def test_a_damaged_body_is_told_to_readers_of_its_topic_only(files: Files)
     await db.store.close()
 
 
+async def test_a_damaged_message_with_qos_0_was_promised_to_nobody(files: Files) -> None:
+    db = files.database()
+    await db.open()
+    await db.append(message(b"a", b"aa"), message(b"a", b"bb", qos=0), message(b"a", b"cc"))
+    await db.store.close()
+    files.flip_block(1, -3)  # in "bb"
+    await db.open()
+    assert [entry.payload for entry in await db.read_all(0, matching(b"a"))] == [b"aa", b"cc"]
+    assert await db.store.check() == ["entry 2 is damaged"]
+    await db.store.close()
+
+
 async def test_a_damaged_table_is_told_to_readers_of_any_topic_in_the_block(files: Files) -> None:
     await two_topics(files)
     files.flip_block(4, -6 - 1 - 13)  # the origin of 5

@@ -11,7 +11,7 @@ import pytest
 from storage.api import RETAINED, Entry, Will
 from storage.blocks import encode_message
 from storage.errors import RecordDamaged
-from storage.records import decode_will, encode_will
+from storage.records import NONE, Record, decode_will, encode_will
 
 INCARNATION = b"i" * 16
 MESSAGE = Entry(0, b"w", b"gone", 1, RETAINED)
@@ -40,3 +40,17 @@ def test_a_will_that_knows_no_deadline_is_read() -> None:
     assert decode_will(INCARNATION, encode_will(numbered)) == numbered
     with pytest.raises(RecordDamaged):
         decode_will(INCARNATION, will_of_version_1(damaged=True))
+
+
+def test_a_session_that_knows_nothing_of_qos_0_is_read() -> None:
+    numbers = 7, 2, 3, NONE, 5, 6, NONE, 8, 1
+    packed = Struct(">BBH16s16sQQQQQQQQQH").pack(1, 4, 9, INCARNATION, b"g" * 16, *numbers, 4)
+    packed += b"userdev"
+    raw = packed + Struct(">I").pack(crc32(packed, 33))
+    record = Record.unpack(33, raw)
+    assert (record.client_id, record.user, record.cursor) == (b"dev", b"user", 7)
+    assert (record.durable, record.qos0_after) == (1, 0)
+    record.qos0_after = 12
+    assert Record.unpack(33, record.pack()) == record
+    with pytest.raises(RecordDamaged):
+        Record.unpack(34, raw)
