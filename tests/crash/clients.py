@@ -534,10 +534,15 @@ class Publisher(Client):
         elif kind < 0.15:
             topic, empty = f"t/empty/{self.name}-{number}", True
         expiry_s = rng.choice((1, 2)) if self.versed and rng.random() < 0.3 else 0
+        if rng.random() < 0.15 and not (retain or empty):
+            qos = 0
         message = Message(self.name, number, topic, qos, retain, empty, expiry_s)
         size = rng.choice((0, 0, 20, 100, 500, 2000, 65_536 if rng.random() < 0.2 else 100))
         payload = b"" if empty else message.id.encode() + b"\n" + b"\xff\x00" * (size // 2)
-        self.publish(message, payload[:65_536])
+        if qos:
+            self.publish(message, payload[:65_536])
+        elif self.link is not None:
+            self._send(self.link, 0, _Pending(message, payload[:65_536]), dup=False)
 
     def publish_end(self) -> None:
         """Send the marker."""

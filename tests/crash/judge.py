@@ -24,6 +24,7 @@ broken promise and not a matter of taste:
   broker, and certainly is not when its expiry has passed since the broker must have known that its
   client had gone: a while after that, or, when the broker died meanwhile, as soon as it is back;
 * wills of one client come in the order of its connections, however many died with a broker;
+* a message that was published with QoS 0 comes to each session at most once, or not at all;
 * what is shared is owed to the group as a whole, once a member's SUBACK arrived: somebody has to
   finish it. At QoS 1 it may come to a second member, or again, until it is settled (a member that
   has left may read later what was sent to it before); at QoS 2 it belongs to the first, for ever;
@@ -51,6 +52,7 @@ PROMISES: Final = {
     "lost": "P1 acknowledged to the publisher, owed to a session, never delivered",
     "twice": "P5 QoS 2 delivered twice, or its handshake broken",
     "again": "P4 delivered again after its acknowledgement was settled, or more often than sent",
+    "once": "P18 published with QoS 0, delivered twice",
     "order": "P6 first deliveries of a topic out of order",
     "redelivery": "P6 what was unsettled did not come first, in order, with DUP and its packet id",
     "reused": "P6 a packet id was given to another message while it was in use",
@@ -247,7 +249,7 @@ class _Group:
     """Those who share a subscription. filter: what they share. since: of a first SUBACK, 0 = none.
 
     open: (client, packet id) -> a delivery that its member has not finished. had: message id -> its
-    deliveries, finished or not.
+    deliveries, finished or not. live: what came with QoS 0.
     """
 
     name: str
@@ -256,6 +258,7 @@ class _Group:
     since: int = 0
     open: dict[tuple[str, int], _Delivery] = field(default_factory=dict)
     had: dict[str, list[_Delivery]] = field(default_factory=lambda: defaultdict(list))
+    live: set[str] = field(default_factory=set)
 
 
 HEARD: Final = (facts.Connected, facts.Delivered, facts.Accepted, facts.Completed, facts.Ponged)
@@ -476,13 +479,14 @@ class _Judge:
         self.verdict.counts["delivered"] += 1
         if not fact.dup:
             self._check_expired(fact)
-        if self._is_shared(session, fact):
-            self._shared(fact)
-            return
+        is_shared = self._is_shared(session, fact)
         if fact.qos == 0:
-            session.live.add(fact.message_id)
-            if not fact.retain:
+            self._once(self.group.live if is_shared else session.live, fact)
+            if not (fact.retain or is_shared):
                 self._check_subscribed(session, fact)
+            return
+        if is_shared:
+            self._shared(fact)
             return
         before = session.open.get(fact.packet_id)
         if before is not None and before.message_id == fact.message_id:
@@ -566,6 +570,14 @@ class _Judge:
             s for c, s in self.sessions.items() if c != client and self.group.name in s.filters
         )
         return before.qos == 1 and any(s.gone_ms is None or s.link > before.link for s in others)
+
+    def _once(self, had: set[str], fact: facts.Delivered) -> None:
+        sent = self.sent.get(fact.message_id)
+        if sent is not None and not (sent.message.qos or fact.retain):
+            self.verdict.counts["published with QoS 0, delivered"] += 1
+            if fact.message_id in had:
+                self.verdict.add("once", f"{fact.client}: {fact.message_id} at {self.now}")
+        had.add(fact.message_id)
 
     def _check_expired(self, fact: facts.Delivered) -> None:
         sent = self.sent.get(fact.message_id)

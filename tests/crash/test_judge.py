@@ -70,6 +70,10 @@ class Story:
         if accepted:
             self.note(facts.Accepted("pub", link, message, number))
 
+    def send_once(self, message: Message) -> None:
+        """With QoS 0."""
+        self.note(facts.Publishing("pub", self.links["pub"], message, 0))
+
     def complete(self, message: Message) -> None:
         self.note(facts.Released("pub", message, message.number))
         self.note(facts.Completed("pub", self.links["pub"], message, message.number))
@@ -194,6 +198,16 @@ def _unsettled_and_redelivered(story: Story) -> None:
     story.connect("sub")
     story.arrive(message, dup=True)
     story.answer(message)
+
+
+def _qos_0_once_or_never(story: Story) -> None:
+    for _ in range(2):
+        message = story.message(qos=0)
+        story.send_once(message)
+    story.arrive(message)
+    story.die()
+    story.connect("pub")
+    story.connect("sub")
 
 
 def _sent_twice_and_delivered_twice(story: Story) -> None:
@@ -392,6 +406,7 @@ def _retained_until_it_expired(story: Story) -> None:
         _before_the_suback,
         _behind_an_unsubscribe,
         _unsettled_and_redelivered,
+        _qos_0_once_or_never,
         _sent_twice_and_delivered_twice,
         _sent_twice_and_delivered_twice_under_one_packet_id,
         _pubrec_lost_and_publish_again,
@@ -676,6 +691,16 @@ def _cleared_but_retained(story: Story) -> None:
     story.note(facts.Retained("client", {"x": old.id}))
 
 
+def _qos_0_twice(story: Story) -> None:
+    message = story.message(qos=0)
+    story.send_once(message)
+    story.arrive(message)
+    story.die()
+    story.connect("pub")
+    story.connect("sub")
+    story.arrive(message)
+
+
 def _higher_qos_than_published(story: Story) -> None:
     message = story.message(qos=1)
     story.send(message)
@@ -769,6 +794,7 @@ def _broker_down(story: Story) -> None:
         ("retained", _retained_from_before),
         ("retained", _cleared_but_retained),
         ("qos", _higher_qos_than_published),
+        ("once", _qos_0_twice),
         ("owner", _old_connection_served),
         ("session", _gone_before_it_expired),
         ("expired", _there_when_it_had_expired),
