@@ -92,7 +92,7 @@ async def test_a_newer_format_is_refused_by_name(files: Files) -> None:
         txn.put(Space.META, _FORMAT_KEY, _sealed(_FORMAT.pack(FORMAT + 1)))
 
     files.alter(work)
-    with pytest.raises(StoreTooNew, match=f"format {FORMAT + 1}, this version knows {FORMAT}"):
+    with pytest.raises(StoreTooNew, match=rf"format {FORMAT + 1}, this version .* knows {FORMAT}"):
         await files.start().open(now_ms=NOW_MS)
 
 
