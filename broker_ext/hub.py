@@ -215,7 +215,7 @@ class Hub:
 
     async def _prune(self) -> None:
         """Delete what nobody needs, and what is beyond the hard caps whoever needs it."""
-        if not self._can_delete() or self.committer.head == self._pruned_through:
+        if not self.committer.can_delete or self.committer.head == self._pruned_through:
             return  # it cannot, or there is no history
         if not self.committer.full:
             await self.history.checkpoint()
@@ -248,16 +248,12 @@ class Hub:
                 return
             await asyncio.sleep(took_s)
 
-    def _can_delete(self) -> bool:
-        """Whether the store takes what deletes: when it is full, that makes room."""
-        return self.committer.failing_since is None or self.committer.full
-
     async def _delete(self, op: Prune | Expire) -> Outcome:
         committer = self.committer
         return await (committer.make_room(op) if committer.full else committer.apply(op))
 
     async def _expire(self) -> None:
-        if not self._can_delete():
+        if not self.committer.can_delete:
             return
         while not self.committer.full and self.retained.expire():
             await self.committer.drain()

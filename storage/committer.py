@@ -218,6 +218,11 @@ class Committer:
         self.submit(op, done, retry=retry)
         return await future
 
+    @property
+    def can_delete(self) -> bool:
+        """Whether the store takes what only deletes: when it is full, that makes room."""
+        return self.failing_since is None or self.full
+
     async def make_room(self, op: Op) -> Outcome:
         """Apply an operation that only deletes, and whose place among others does not matter, in
         front of what waits for room: behind that it would wait for itself. Raises as ``apply``."""

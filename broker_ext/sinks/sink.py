@@ -352,7 +352,7 @@ class Sinks:
     async def purge(self) -> None:
         """Delete what ended long ago, in steps (the hub's timer)."""
         settings = self.hub.settings
-        more = self.hub.committer.failing_since is None
+        more = self.hub.committer.can_delete
         while more:
             purged = await self._janitor.purge(
                 done_kept_ms=int(settings.keep_done_s * 1000),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from broker_ext.wire import Connack, Pingreq, Pingresp, Puback, Publish, Suback
+from storage.api import Entry
 from storage.errors import EntryDamaged, EntryGone, StoreFull, StoreUnavailable
 from tests.broker.mqtt import running
 from tests.storage.harness import OnDisk, scratch
@@ -83,6 +84,24 @@ async def test_a_full_disk_has_room_again_when_a_session_has_expired() -> None:
         assert broker.hub.figures.expired == 1
         assert await publisher.next(Puback)
         assert await stays.payloads(1) == [b"1"]
+
+
+async def test_a_full_disk_has_room_again_when_what_ended_in_the_outbox_is_purged() -> None:
+    async with running(keep_done_s=60.0) as broker:
+        await broker.sleeper(b"s", b"#")
+        handles = broker.hub.handles
+        await handles.producer(b"q").enqueue(Entry(0, b"t", b"x", 1))
+        worker = handles.worker(b"q")
+        (message,) = (await worker.claim()).messages
+        assert await worker.done(message)
+        publisher = await broker.connect(b"p", clean=True)
+        broker.store.fill()
+        publisher.publish(b"a", b"1")
+        await publisher.quiet()
+        await broker.turns(lambda: broker.hub.committer.full)
+        broker.clock.advance(ms=61_000)
+        await broker.hub.sinks.purge()
+        assert await publisher.next(Puback)
 
 
 async def test_what_was_acknowledged_before_a_failure_is_not_lost(broker: Broker) -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from storage.api import Pruned
 from storage.engine import frees
 from storage.errors import StoreFull
+from storage.outbox import Purged
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
@@ -45,7 +46,11 @@ Result: TypeAlias = "list[Outcome] | BaseException"
 
 
 def _has_deleted(outcome: Outcome) -> bool:
-    return bool(outcome.blocks if isinstance(outcome, Pruned) else outcome)
+    if isinstance(outcome, Pruned):
+        return outcome.blocks > 0
+    if isinstance(outcome, Purged):
+        return outcome.messages > 0
+    return bool(outcome)
 
 
 class Gate:
