@@ -5,6 +5,7 @@ Rule 1  A file is amqtt's own YAML. Options override it, and what is missing is 
 Rule 2  Any user is accepted on loopback only. Elsewhere the file must name an authentication
         plugin, or `serve` refuses.
 Rule 3  Every `bind` is checked and rewritten as amqtt can use it.
+Rule 4  What amqtt would refuse in words that name nothing is refused here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from broker_ext.cli.errors import CannotServe, root_cause
 from broker_ext.cli.store import DEFAULT_DATA
+from broker_ext.given import check_names, shown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -148,6 +150,10 @@ def serving_config(
     """
     plugins = _plugins(loaded)
     listeners = _listeners(loaded, bind)
+    try:
+        _check_amqtt(loaded, listeners)
+    except ValueError as exc:
+        raise CannotServe(str(exc)) from exc
     name = our_plugin(plugins)
     ours = dict(plugins.get(name) or {})
     if data is not None or "data" not in ours:
@@ -222,6 +228,26 @@ def _listeners(config: Mapping[str, Any], bind: Bind | None) -> dict[str, dict[s
         if listener.get("bind") is not None:
             listener["bind"] = _with_a_port(parse_bind(str(listener["bind"]))).for_amqtt()
     return listeners
+
+
+def _check_amqtt(loaded: Mapping[str, Any], listeners: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise ValueError for an option that amqtt does not have, and for what a listener lacks."""
+    from amqtt.contexts import BrokerConfig, ListenerConfig, ListenerType  # noqa: PLC0415
+
+    known = [one.name for one in dataclasses.fields(BrokerConfig)]
+    check_names(loaded, [*known, "topic-check"], "amqtt's configuration")
+    kinds = [str(kind) for kind in ListenerType]
+    for name, listener in listeners.items():
+        whose = f"listener {name!r}"
+        check_names(listener, [one.name for one in dataclasses.fields(ListenerConfig)], whose)
+        kind = listener.get("type", "tcp")
+        if kind not in kinds:
+            msg = f"{whose}: type is {shown(kind)}; it must be one of {', '.join(kinds)}"
+            raise ValueError(msg)
+        given = {**listeners["default"], **listener}  # as amqtt inherits
+        if listener.get("ssl") and not (given.get("certfile") and given.get("keyfile")):
+            msg = f"{whose}: ssl needs a certfile and a keyfile"
+            raise ValueError(msg)
 
 
 def _with_a_port(bind: Bind) -> Bind:

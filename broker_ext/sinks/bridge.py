@@ -122,7 +122,11 @@ class Bridge:
 
     async def open(self) -> None:
         if self._settings.password_file:
-            self._password = read_secret(self._settings.password_file).decode()
+            path = self._settings.password_file
+            try:
+                self._password = read_secret("password_file", path).decode()
+            except UnicodeDecodeError:  # its text would have a part of it
+                raise ValueError(f"password_file {path}: it is not UTF-8") from None
         self._client = self._made()
         self._keeping = asyncio.ensure_future(self._keep_connected())
 

@@ -56,8 +56,8 @@ class Sender(Protocol):
     """Messages are begun in the order of the history, one acquisition at a time."""
 
     async def open(self) -> None:
-        """Make what is needed; connects to nobody yet. Raises OSError, ValueError (a secret that
-        cannot be read): the broker does not start."""
+        """Make what is needed; connects to nobody yet. Raises ValueError, which names a
+        file that is no use: the broker does not start."""
         ...
 
     async def ready(self) -> None:

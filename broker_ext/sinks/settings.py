@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 WORKERS_MAX: Final = 256
-SECRET_BYTES_MIN: Final = 16
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _HEADER: Final = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _OURS: Final = re.compile(
@@ -54,6 +53,11 @@ class TlsSettings:
     cert_file: str = ""
     key_file: str = ""
     check_hostname: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be. Raises ValueError."""
+        if self.key_file and not self.cert_file:
+            raise ValueError("tls has a key_file without a cert_file")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +154,8 @@ class WebhookSettings(SinkSettings):
             raise self.bad("url has a user in it; put an Authorization header in header_files")
         if url.fragment:
             raise self.bad("url has a fragment, which is never sent")
+        if self.tls is not None and url.scheme == "http":
+            raise self.bad("tls is for an https:// url")
         if self.body not in {"json", "raw"}:
             raise self.bad(f"body is {self.body!r}; it must be json or raw")
         self.in_range("workers", self.workers, 1, WORKERS_MAX)
@@ -265,19 +271,38 @@ def _tls(given: object) -> TlsSettings | None:
 
 
 def tls_context(settings: TlsSettings | None) -> ssl.SSLContext:
-    """The context of a client. Raises OSError (ssl.SSLError is one) for a file that is no use."""
-    context = ssl.create_default_context(cafile=(settings and settings.ca_file) or None)
-    if settings is not None:
-        if settings.cert_file:
-            context.load_cert_chain(settings.cert_file, settings.key_file or None)
-        context.check_hostname = settings.check_hostname
+    """The context of a client. Raises ValueError for a file that is no use, and names it."""
+    if settings is None:
+        return ssl.create_default_context()
+    try:
+        context = ssl.create_default_context(cafile=settings.ca_file or None)
+    except OSError as error:
+        raise _no_use("tls: ca_file", settings.ca_file, error, "no certificate in it") from None
+    if settings.cert_file:
+        key_file = settings.key_file or None
+        try:
+            context.load_cert_chain(settings.cert_file, key_file, password="")  # nobody to ask
+        except OSError as error:
+            files = ", ".join(filter(None, (settings.cert_file, key_file)))
+            why = "no certificate and its key, in PEM, without a pass phrase"
+            raise _no_use("tls: cert_file, key_file", files, error, why) from None
+    context.check_hostname = settings.check_hostname
     return context
 
 
-def read_secret(path: str) -> bytes:
-    """Read a secret from a file, without the end of its line. Raises OSError; ValueError when it
-    is empty."""
-    secret = Path(path).expanduser().read_bytes().rstrip(b"\r\n")
+def read_secret(option: str, path: str) -> bytes:
+    """Read a secret from the file of an option, without the end of its line. Raises ValueError,
+    which names both, when it cannot be read or is empty."""
+    try:
+        secret = Path(path).expanduser().read_bytes().rstrip(b"\r\n")
+    except OSError as error:
+        raise _no_use(option, path, error, "it cannot be read") from None
     if not secret:
-        raise ValueError(f"{path} is empty")
+        raise ValueError(f"{option} {path}: it is empty")
     return secret
+
+
+def _no_use(option: str, path: str, error: OSError, otherwise: str) -> ValueError:
+    """TLS says nothing that a person could use; the system does."""
+    why = otherwise if isinstance(error, ssl.SSLError) else error.strerror or otherwise
+    return ValueError(f"{option} {path}: {why}")

@@ -293,8 +293,8 @@ class Sinks:
         for sink in self.sinks:
             try:
                 await sink.start()
-            except ValueError as error:  # what is in a file of a secret
-                raise OSError(f"sinks.{sink.name}: {error}") from error
+            except ValueError as error:  # a file that is no use: our words, not a bug
+                raise OSError(f"sinks.{sink.name}: {error}") from None
 
     async def _leave_others(self, configured: set[bytes]) -> None:
         hub = self.hub

@@ -65,6 +65,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Webhook", "failure_of", "json_body", "retry_after_ms", "sign", "signing_key"]
 
+SECRET_BYTES_MIN: Final = 16
+"""Shorter ones can be guessed from one signed message."""
 ANSWER_BYTES_MAX: Final = 64 << 10
 """So much of an answer's body is read, and thrown away, so that the connection can be used again;
 behind a longer one it is closed."""
@@ -103,13 +105,17 @@ def retry_after_ms(value: str | None, now_ms: int) -> int | None:
 
 def signing_key(line: bytes) -> bytes:
     """The key that a line of a secret file stands for. Raises ValueError."""
-    encoded = line.removeprefix(b"whsec_")
-    if encoded == line:
-        return line
-    try:
-        return base64.b64decode(encoded, validate=True)
-    except binascii.Error:
-        raise ValueError("a secret that begins with whsec_ goes on with base64") from None
+    key = line
+    if line.startswith(b"whsec_"):
+        try:
+            key = base64.b64decode(line.removeprefix(b"whsec_"), validate=True)
+        except binascii.Error:
+            raise ValueError(
+                "secret_file: a secret that begins with whsec_ goes on with base64"
+            ) from None
+    if len(key) < SECRET_BYTES_MIN:
+        raise ValueError(f"secret_file: a secret has {SECRET_BYTES_MIN} bytes or more")
+    return key
 
 
 def sign(keys: Sequence[bytes], event_id: str, timestamp: int, body: bytes) -> str:
@@ -196,11 +202,11 @@ class Webhook:
     async def open(self) -> None:
         settings = self._settings
         if settings.secret_file:
-            lines = read_secret(settings.secret_file).splitlines()
+            lines = read_secret("secret_file", settings.secret_file).splitlines()
             self._keys = tuple(signing_key(line.strip()) for line in lines if line.strip())
         self._headers = dict(settings.headers)
         for name, path in settings.header_files.items():
-            self._headers[name] = _header(name, read_secret(path))
+            self._headers[name] = _header(name, read_secret(f"header_files: {name}", path))
         trace = aiohttp.TraceConfig()
         trace.on_request_headers_sent.append(_begun)
         context: ssl.SSLContext | bool = True

@@ -224,3 +224,18 @@ def test_root_cause_is_the_innermost_and_one_line() -> None:
     assert root_cause(KeyError("default")) == "KeyError 'default'"
     assert root_cause(FileNotFoundError(2, "No such file", "/x")) == "/x: No such file"
     assert root_cause(RuntimeError()) == "RuntimeError"
+
+
+@pytest.mark.parametrize(
+    ("loaded", "told"),
+    [
+        ({"listenrs": {}}, "has no option 'listenrs'; did you mean 'listeners'?"),
+        ({"listeners": {"default": {"type": "tpc"}}}, "listener 'default': type is 'tpc'; it must"),
+        ({"listeners": {"a": {"bnd": ":1"}}}, "listener 'a' has no option 'bnd'; did you mean 'bi"),
+        ({"listeners": {"default": {"ssl": True}}}, "listener 'default': ssl needs a certfile"),
+    ],
+)
+def test_what_amqtt_would_not_name_is_named(loaded: dict[str, Any], told: str) -> None:
+    with pytest.raises(CannotServe) as refused:
+        serving_config(loaded)
+    assert told in str(refused.value)

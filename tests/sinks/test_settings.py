@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,6 +13,7 @@ from broker_ext.sinks.settings import (
     WebhookSettings,
     read_secret,
     sinks_settings,
+    tls_context,
 )
 
 if TYPE_CHECKING:
@@ -108,6 +110,8 @@ def test_a_bridge_is_read() -> None:
             {**HOOK, "tls": {"insecure": True}},
             "tls has no option 'insecure'; there are",
         ),
+        ({**HOOK, "tls": {"key_file": "/k"}}, "tls has a key_file without a cert_file"),
+        ({**HOOK, "url": "http://a/", "tls": True}, "tls is for an https:// url"),
         ({k: v for k, v in BRIDGE.items() if k != "host"}, "host is missing"),
         ({**BRIDGE, "port": 70_000}, "port is 70000"),
         ({**BRIDGE, "version": 3}, "version is 3"),
@@ -134,9 +138,24 @@ def test_a_name_is_plain(name: str) -> None:
 def test_a_secret_is_the_file_without_the_end_of_its_line(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_bytes(b" s3cret \r\n")
-    assert read_secret(str(path)) == b" s3cret "
+    assert read_secret("secret_file", str(path)) == b" s3cret "
     path.write_bytes(b"\n")
     with pytest.raises(ValueError, match="is empty"):
-        read_secret(str(path))
-    with pytest.raises(FileNotFoundError):
-        read_secret(str(tmp_path / "none"))
+        read_secret("secret_file", str(path))
+    with pytest.raises(ValueError, match=r"^secret_file .*none: No such file or directory$"):
+        read_secret("secret_file", str(tmp_path / "none"))
+
+
+def test_a_file_for_tls_that_is_no_use_is_named(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("no certificate")
+    text, none = str(tmp_path / "text"), str(tmp_path / "none")
+    for settings, told in (
+        (TlsSettings(ca_file=none), f"tls: ca_file {none}: No such file or directory"),
+        (TlsSettings(ca_file=text), f"tls: ca_file {text}: no certificate in it"),
+        (TlsSettings(cert_file=none), f"tls: cert_file, key_file {none}: No such file"),
+        (TlsSettings(cert_file=text, key_file=text), f"{text}, {text}: no certificate and its key"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(told)):
+            tls_context(settings)
+    assert tls_context(None).check_hostname
+    assert not tls_context(TlsSettings(check_hostname=False)).check_hostname

@@ -218,7 +218,7 @@ async def test_a_request_is_signed_by_every_secret(tmp_path: Path) -> None:
     """Verified as the README says, and as Standard Webhooks has it."""
     key = b"0123456789abcdef0123456789abcdef"
     secrets = tmp_path / "secrets"
-    secrets.write_bytes(b"first secret\nwhsec_" + base64.b64encode(key) + b"\n")
+    secrets.write_bytes(b"the first secret\nwhsec_" + base64.b64encode(key) + b"\n")
     async with (
         answering() as receiver,
         webhook(receiver.url, secret_file=str(secrets)) as sender,
@@ -228,7 +228,7 @@ async def test_a_request_is_signed_by_every_secret(tmp_path: Path) -> None:
     signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
     expected = [
         "v1," + base64.b64encode(hmac.new(k, signed, hashlib.sha256).digest()).decode()
-        for k in (b"first secret", key)
+        for k in (b"the first secret", key)
     ]
     assert headers["webhook-signature"].split(" ") == expected
 
@@ -241,6 +241,9 @@ def test_the_example_of_standard_webhooks_is_signed_as_there() -> None:
     )
     with pytest.raises(ValueError, match="base64"):
         signing_key(b"whsec_???")
+    for short in (b"0123456789abcde", b"whsec_MfKQ"):
+        with pytest.raises(ValueError, match="16 bytes or more"):
+            signing_key(short)
 
 
 async def test_a_secret_that_cannot_be_read_is_told_at_once(tmp_path: Path) -> None:
@@ -248,7 +251,7 @@ async def test_a_secret_that_cannot_be_read_is_told_at_once(tmp_path: Path) -> N
         {"secret_file": str(tmp_path / "none")},
         {"header_files": {"Authorization": str(tmp_path / "none")}},
     ):
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(ValueError, match="none: No such file"):
             async with webhook("http://127.0.0.1:1/", **options):
                 pass
     (tmp_path / "bad").write_bytes(b"a\r\nb: c\r\n")
