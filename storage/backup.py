@@ -38,6 +38,7 @@ from storage.errors import (
 from storage.files import (
     COPY_BYTES,
     INCOMING,
+    MANIFEST,
     database_file,
     identity_of,
     locked,
@@ -61,8 +62,6 @@ if TYPE_CHECKING:
     from storage.meta import Identity
 
 __all__ = ["MANIFEST", "Manifest", "Restored", "back_up", "restore"]
-
-MANIFEST: Final = "manifest.json"
 
 _PAGES: Final = 2048
 """Pages of SQLite (8 KiB) copied with one call."""

@@ -42,12 +42,14 @@ __all__ = [
     "COPY_BYTES",
     "INCOMING",
     "KINDS",
+    "MANIFEST",
     "Kind",
     "Progress",
     "database_file",
     "identity_of",
     "kind_in",
     "locked",
+    "must_not_be_a_backup",
     "open_database",
     "opened_with",
     "ours",
@@ -60,6 +62,9 @@ __all__ = [
 ]
 
 Kind = Literal["lmdb", "sqlite"]
+
+MANIFEST: Final = "manifest.json"
+"""Tells what a backup is; see storage.backup."""
 
 INCOMING: Final = ".incoming"
 """Ends the name of a database file that is being built."""
@@ -112,6 +117,13 @@ def the_kind_in(directory: Path) -> Kind:
         names = " nor ".join(FILES[kind] for kind in KINDS)
         raise StoreUnusable(str(directory), f"there is no database in it, neither {names}")
     return kind
+
+
+def must_not_be_a_backup(directory: Path) -> None:
+    """Raise StoreUnusable for a backup: once its file is changed it is one no longer."""
+    if (directory / MANIFEST).exists():
+        reason = "it is a backup, which has to stay as it is: restore it to another directory first"
+        raise StoreUnusable(str(directory), reason)
 
 
 def ours(directory: Path) -> list[Path]:

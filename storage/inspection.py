@@ -22,6 +22,7 @@ from storage.files import (
     INCOMING,
     database_file,
     locked,
+    must_not_be_a_backup,
     open_database,
     opened_with,
     ours,
@@ -298,6 +299,7 @@ def repair(
         found = _inspect(data, kind, keyring)
         if not found.violations:
             return found, None, None
+        must_not_be_a_backup(data)
         if found.key_ids and keyring is None:
             reason = (
                 "it is sealed: a repair needs its keys, to tell what is damaged from what is not"

@@ -24,6 +24,7 @@ from storage.files import (
     database_file,
     identity_of,
     locked,
+    must_not_be_a_backup,
     open_database,
     opened_with,
     ours,
@@ -97,6 +98,8 @@ def migrate(
         if not database_file(data, source).exists():
             found = the_kind_in(data)
             raise StoreUnusable(str(data), f"the database in it is of kind {found}, not {source}")
+        if to_data is None:
+            must_not_be_a_backup(data)
         goal = data if to_data is None else to_data
         goal.mkdir(mode=0o700, parents=True, exist_ok=True)
         goal = goal.resolve()
@@ -217,6 +220,7 @@ def rekey(
     Raises SealKeyMissing, SealKeyWrong, StoreLocked, StoreUnusable, StoreCorrupt, StoreUnavailable.
     """
     kind = the_kind_in(data)
+    must_not_be_a_backup(data)
     try:
         data = data.resolve()
         with locked(data):

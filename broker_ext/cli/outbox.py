@@ -21,7 +21,7 @@ from broker_ext.operations import RefusedError
 from storage import open_store
 from storage.clock import SystemClock
 from storage.errors import StoreUnusable
-from storage.files import the_kind_in
+from storage.files import must_not_be_a_backup, the_kind_in
 from storage.roles import Handles
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class Desk:
     async def _open(self) -> _Offline:
         try:
             kind = the_kind_in(self._data)
+            must_not_be_a_backup(self._data)
         except StoreUnusable as error:
             reason = f"no broker is running on {self._data}, and {error.reason}"
             raise CannotOperate(reason) from error

@@ -12,8 +12,9 @@ from storage.backup import MANIFEST, back_up, restore
 from storage.errors import StoreCorrupt, StoreLocked, StoreTooNew, StoreUnusable
 from storage.files import kind_in
 from storage.identity import Sidecar
-from storage.inspection import inspect
-from storage.rewriting import migrate
+from storage.inspection import inspect, repair
+from storage.keyring import Key, Keyring
+from storage.rewriting import migrate, rekey
 from tests.operations.stores import ENTRIES, content, populate
 from tests.storage.harness import message
 
@@ -92,6 +93,22 @@ async def test_a_backup_of_a_damaged_store_is_made_and_says_so(files: Files) -> 
     manifest, violations = back_up(files.data, files.path / "backup", now_ms=5)
     assert violations == ["entry 10 is damaged"]
     assert manifest.violations == 1
+
+
+async def test_a_backup_stays_as_it_was_made(files: Files) -> None:
+    await populate(files)
+    files.flip_block(10, -1)
+    backup = files.path / "backup"
+    back_up(files.data, backup, now_ms=5)
+    kept = tree(backup)
+    with pytest.raises(StoreUnusable, match="it is a backup"):
+        migrate(backup, source=files.kind, target=files.other, keep_in=files.path / "kept")
+    with pytest.raises(StoreUnusable, match="it is a backup"):
+        rekey(backup, Keyring([Key("2026", b"k" * 32)]))
+    with pytest.raises(StoreUnusable, match="it is a backup"):
+        repair(backup, keep_in=files.path / "kept")
+    assert {name: held for name, held in tree(backup).items() if name in kept} == kept
+    restore(backup, files.path / "again", keep_in=None)
 
 
 # -------------------------------------------------------------------------------- restore
