@@ -552,7 +552,7 @@ class TransientSession(Session):
     def _deliver_acknowledged(
         self, entry: Entry, qos: int, retain: bool, identifiers: bytes
     ) -> None:
-        if not self._queue and len(self._under_way) < self.window and not self.peer.congested:
+        if not self._queue and len(self._under_way) < self._window and not self.peer.congested:
             self._send(entry, qos, retain, identifiers)
             return
         settings = self.hub.settings
@@ -564,6 +564,11 @@ class TransientSession(Session):
             return
         self._queue.append((entry, qos, retain, identifiers))
         self._queued_bytes += len(entry.payload) + len(entry.properties)
+
+    @property
+    def _window(self) -> int:
+        """For what need not queue."""
+        return 0 if self.member is not None and self.member.goes_alone else self.window
 
     def _send(self, entry: Entry, qos: int, retain: bool, identifiers: bytes) -> None:
         peer = self.peer

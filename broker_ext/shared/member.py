@@ -61,6 +61,11 @@ class Member:
         return not (self.ended or self.session.sealed or self.session.peer.congested)
 
     @property
+    def goes_alone(self) -> bool:
+        """Whether it has something that is sent alone: nothing else is sent meanwhile."""
+        return self._suspects > 0
+
+    @property
     def places(self) -> int:
         """How many deliveries it has room for now. When the session has something of its own to
         send as well, each side has half of the window. What goes alone leaves no room."""

@@ -750,3 +750,21 @@ async def test_a_transient_member_blames_what_it_was_sent_first(strict: Broker) 
     await client.cut()
     await strict.hub.committer.drain()
     assert [f.attempts for f in strict.hub.shared.groups[GROUP].backlog.loose] == [0]
+
+
+async def test_what_a_transient_member_has_of_its_own_waits_too(strict: Broker) -> None:
+    await strict.sleeper(b"durable", (GROUP, 1))
+    publisher = await strict.connect(clean=True)
+    client = await strict.connect(b"dev", clean=True)
+    await client.subscribe((GROUP, 1))
+    await publisher.deliver(b"t", b"a")
+    await client.publishes(1, ack=False)
+    await client.cut()
+    client = await strict.connect(b"dev", clean=True)
+    await client.subscribe((GROUP, 1), (b"own", 1))
+    (alone,) = await client.publishes(1, ack=False)
+    assert alone.payload == b"a"
+    await publisher.deliver(b"own", b"x")
+    await client.quiet()
+    client.send(Puback(alone.packet_id))
+    assert await client.payloads(1) == [b"x"]
