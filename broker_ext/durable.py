@@ -794,7 +794,8 @@ class DurableSession(Session):
             if isinstance(error, Fenced):
                 self._refused(error)
             else:
-                log.warning("session %r: SUBSCRIBE not saved: %s", self.client_id, error)
+                level = self.committer.told_level
+                log.log(level, "session %r: SUBSCRIBE not saved: %s", self.client_id, error)
             return False
         return True
 
@@ -837,7 +838,8 @@ class DurableSession(Session):
             if isinstance(error, Fenced):
                 self._refused(error)
             else:
-                log.warning("session %r: UNSUBSCRIBE not saved: %s", self.client_id, error)
+                level = self.committer.told_level
+                log.log(level, "session %r: UNSUBSCRIBE not saved: %s", self.client_id, error)
             return [REFUSED] * len(filters)
         else:
             for topic_filter in filters:

@@ -184,7 +184,7 @@ class Registry:
         except GaveUpError:
             self._too_late(connection, client_id)
         except StoreError as error:
-            log.warning("CONNECT of %r: %s", client_id, error)
+            log.log(hub.committer.told_level, "CONNECT of %r: %s", client_id, error)
             if isinstance(error, NotOwner):
                 connection.refuse(Reason.NOT_AUTHORIZED, b"the session belongs to another user")
             else:

@@ -490,6 +490,12 @@ class Committer:
         return self.failing_since is None and 2 * self.waiting_bytes < self.bytes_max
 
     @property
+    def told_level(self) -> int:
+        """Of a log line about one client, when something of it could not be written: that the
+        store cannot write is told once, and not again for every client that comes back."""
+        return logging.WARNING if self.failing_since is None else logging.DEBUG
+
+    @property
     def waiting_bytes(self) -> int:
         """What counts against ``bytes_max``: not committed yet."""
         return self._bytes + self._open.appended_bytes

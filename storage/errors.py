@@ -146,7 +146,7 @@ class NotOwner(StoreRefusal):
 
     consumer_id: int
     code = 403
-    text = "consumer {consumer_id} belongs to another user"
+    text = "the session (consumer {consumer_id}) belongs to another user"
 
 
 @dataclass
@@ -156,7 +156,7 @@ class RecordDamaged(StoreRefusal):
 
     consumer_id: int
     code = 410
-    text = "the record of consumer {consumer_id} is damaged"
+    text = "the record of the session (consumer {consumer_id}) is damaged"
 
 
 @dataclass
