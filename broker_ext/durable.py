@@ -1,17 +1,7 @@
 """The durable session: the connected half of a consumer in the store.
 
-Where it stands in the history is one of
-
-    live      every entry up to the last one that was assigned an offset has been offered to it
-    lagging   entries after ``cursor`` have not: they are taken from the committer's tail, or read
-    held      a subscription change is being saved: lagging, and not looking
-
-What was published with QoS 0 while it was away (``queue_qos0``) is read on the way, until it is
-live for the first time; from then on it is there to be handed such messages as they come. Where one
-became the other is written with ``Detach``, so that each comes at most once [MQTT-4.3.1-1]; of a
-session that dies instead it is not known, and nothing of it is delivered again.
-
-Everything it wants to store for one batch is written by one ``Advance`` under its incarnation (P3).
+What it has not been offered yet is its ``backlog``. Everything it wants to store for one batch is
+written by one ``Advance`` under its incarnation (P3).
 """
 
 from __future__ import annotations
@@ -21,10 +11,11 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from broker_ext.backlog import Backlog
 from broker_ext.options import PLAIN, WALKING, options_of
 from broker_ext.outbound import PACKET_IDS, SETTLED, Collected, Flight, Outbound
 from broker_ext.reasons import Reason
-from broker_ext.replay import READ_ENTRIES_MAX, Replay, Wanted
+from broker_ext.replay import Replay, Wanted
 from broker_ext.session import DISCONNECTED, NO_SUBSCRIPTION, REFUSED, End, Grant, Session
 from broker_ext.wire import PACKET_ID, PUBREL_HEAD
 from storage.api import (
@@ -51,12 +42,12 @@ from storage.names import is_shared
 from storage.outbox import DeadLetter, Failure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from broker_ext.hub import Hub
     from broker_ext.options import Options
     from broker_ext.session import Peer
-    from storage.api import Entry, Loss, Outcome, Snapshot
+    from storage.api import Entry, Outcome, Snapshot
 
 __all__ = ["DurableSession"]
 
@@ -64,9 +55,6 @@ log = logging.getLogger("amqtt_durable.session")
 
 AHEAD_MIN: Final = 1024
 """Deliveries claimed ahead of the window: a drain then waits for a commit every few hundred."""
-TAIL_WALK_MAX: Final = 512
-"""Stretches of the committer's memory (storage.recent) that a session that is behind looks through
-itself; when it is further behind, the store's planner finds what it missed at less cost."""
 DEAD_BYTES_MAX: Final = 16 << 20
 """Payloads that one connection's dead letters keep: a client that takes small packets could
 have all that it is sent written twice. Beyond it a dead letter only says that there was one."""
@@ -107,20 +95,12 @@ class DurableSession(Session):
         self.consumer_id = snapshot.consumer.id
         self.expiry_s = expiry_s
         self.out = Outbound(window, max(window, AHEAD_MIN))
-        self.cursor = snapshot.consumer.cursor
-        self.saved_cursor = self.cursor
-        self.live = False
-        self.catches_up = hub.settings.queue_qos0
-        self._qos0_after = snapshot.consumer.qos0_after
-        self.verified = False
-        self._unbound = unbound
+        self.backlog = Backlog(self, snapshot, unbound=unbound)
+        self.saved_cursor = snapshot.consumer.cursor
         self.inbound = set(snapshot.inbound)
         self._from: dict[bytes, int] = {}
         self._options: dict[bytes, tuple[int, int]] = {}  # byte and identifier, where not plain
         self._walking: set[bytes] = set()  # as stored: their retained messages are not all given
-        self._replay: Replay | None = None
-        self._skipped = 0
-        self._holds = 0
         self._changing = asyncio.Lock()
         self._counted = {s.filter for s in snapshot.subscriptions if s.qos}
         self.fresh = False
@@ -131,9 +111,7 @@ class DurableSession(Session):
         self._unindexed = False
         self._received: list[int] = []
         self._released: list[int] = []
-        self._reading: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
-        self._epoch = 0
         for subscription in snapshot.subscriptions:
             self.subscriptions[subscription.filter] = subscription.qos
             self._from[subscription.filter] = subscription.from_offset
@@ -164,7 +142,7 @@ class DurableSession(Session):
             self._unknown = False
             self._checkpoint = True
             if not self._joined:
-                self._join(lazy=True)
+                self.join(lazy=True)
 
     def start(self) -> None:
         """Deliver: first what earlier connections left, in its order (P6), then the rest."""
@@ -180,22 +158,19 @@ class DurableSession(Session):
             self._begin_walk(topic_filter, self.subscriptions[topic_filter], asked)
         self.hub.figures.redelivered += len(self.out.ready)
         self.turn_over()
-        self._pump()
+        self.backlog.pump()
 
     # ---------------------------------------------------------------- what is published
 
     def offer(self, entry: Entry, qos: int, options: Options = PLAIN) -> None:
-        if not self.live:
+        if not self.backlog.live:
             return
         if self.out.room and not self.hub.router.guarded:
             self.out.claim(entry, qos, options)
             if not self._joined:
-                self._join(lazy=False)
+                self.join(lazy=False)
         else:
-            self.live = False
-            self.cursor = entry.offset - 1
-            if self.hub.router.guarded:
-                self._pump()
+            self.backlog.begin(entry)
 
     def _deliver_acknowledged(
         self, entry: Entry, qos: int, retain: bool, identifiers: bytes
@@ -205,7 +180,7 @@ class DurableSession(Session):
         flags = entry.flags | RETAINED if retain else entry.flags & ~RETAINED
         properties = identifiers + entry.properties
         self.out.hold(entry._replace(flags=flags, properties=properties), qos)
-        self._join(lazy=False)
+        self.join(lazy=False)
 
     def _walked(self) -> None:
         """Note in the store that retained messages were all given: in the commit that holds the
@@ -229,7 +204,7 @@ class DurableSession(Session):
 
     # ---------------------------------------------------------------------- saving
 
-    def _join(self, *, lazy: bool) -> None:
+    def join(self, *, lazy: bool) -> None:
         """Have ``collect`` called when the open batch is closed."""
         if not self.sealed:
             self._joined = True
@@ -243,7 +218,7 @@ class DurableSession(Session):
     def _save(self) -> None:
         """Put everything that is not written yet into the open batch."""
         collected = self.out.collect()
-        cursor = self._at()
+        cursor = self.backlog.at
         received, self._received = self._received, []
         released, self._released = self._released, []
         checkpoint, self._checkpoint = self._checkpoint, False
@@ -282,12 +257,7 @@ class DurableSession(Session):
         if collected.flights:
             self.out.ready.extend(collected.flights)
             self._send()
-        if not self.live and self.out.low:
-            self._pump()
-
-    def _at(self) -> int:
-        """The certificate: what matches at or below it was offered, and claimed if wanted."""
-        return self.committer.last if self.live else self.cursor
+        self.backlog.pump_if_low()
 
     def _refused(self, outcome: BaseException) -> None:
         """A write changed nothing. Absorbed and logged, never tried again."""
@@ -305,24 +275,24 @@ class DurableSession(Session):
         any more, and pruning waits for the position of a session that went quiet."""
         if self.sealed:
             return
-        if self._unindexed or self._joined or self._at() != self.saved_cursor:
+        if self._unindexed or self._joined or self.backlog.at != self.saved_cursor:
             self._checkpoint = True
             if not self._joined:
-                self._join(lazy=True)
+                self.join(lazy=True)
 
     def _remember(self, packet_id: int) -> bool:
         if packet_id in self._released:  # used again before its release was written
             self._released.remove(packet_id)
         self._received.append(packet_id)
         if not self._joined:
-            self._join(lazy=False)
+            self.join(lazy=False)
         self.committer.hurry()
         return True
 
     def _release(self, packet_id: int) -> bool:
         self._released.append(packet_id)
         if not self._joined:
-            self._join(lazy=False)
+            self.join(lazy=False)
         self.committer.hurry()
         return True
 
@@ -366,7 +336,7 @@ class DurableSession(Session):
         if self.member is not None and self.member.puback(packet_id):
             return
         if self.out.puback(packet_id) and not self._joined:
-            self._join(lazy=True)
+            self.join(lazy=True)
 
     def pubrec(self, packet_id: int) -> None:
         if self.member is not None and self.member.pubrec(packet_id):
@@ -376,20 +346,20 @@ class DurableSession(Session):
             self.peer.write(PUBREL_HEAD + PACKET_ID[packet_id])
         elif due:
             if not self._joined:
-                self._join(lazy=True)
+                self.join(lazy=True)
             self.committer.hurry_soon()
 
     def refused(self, packet_id: int) -> None:
         if self.member is not None and self.member.refused(packet_id):
             return
         if self.out.refused(packet_id) and not self._joined:
-            self._join(lazy=True)
+            self.join(lazy=True)
 
     def pubcomp(self, packet_id: int) -> None:
         if self.member is not None and self.member.pubcomp(packet_id):
             return
         if self.out.pubcomp(packet_id) and not self._joined:
-            self._join(lazy=True)
+            self.join(lazy=True)
 
     def turn_over(self) -> None:
         if self.sealed:
@@ -398,8 +368,7 @@ class DurableSession(Session):
             self._send()
         if self._walks:
             self._walk()
-        if not self.live and self.out.low:
-            self._pump()
+        self.backlog.pump_if_low()
         if self.member is not None:
             self.member.turn_over()
 
@@ -458,7 +427,7 @@ class DurableSession(Session):
             letter = DeadLetter(entry, failure, now_ms, flight.attempts, erase)
         self.out.drop_next(letter)
         if not self._joined:
-            self._join(lazy=True)
+            self.join(lazy=True)
         return False
 
     def _failure(self, flight: Flight, entry: Entry) -> Failure | None:
@@ -469,13 +438,13 @@ class DurableSession(Session):
                 return Failure.UNDELIVERABLE
         elif entry.expires_ms and self.is_over(entry):
             return Failure.NONE
-        elif self._is_behind and not flight.state & HELD and self._is_superseded(entry):
+        elif self._is_behind and not flight.state & HELD and self.is_superseded(entry):
             return Failure.NONE  # it waited for the client; who keeps up gets every one
         if self.is_too_large(entry, flight.qos, flight.options.identifiers):
             return Failure.TOO_LARGE
         return None
 
-    def _is_superseded(self, entry: Entry) -> bool:
+    def is_superseded(self, entry: Entry) -> bool:
         """Whether a newer message of its topic will come, and is all that is wanted; counted."""
         if self._newest is not None and self._newest.supersedes(entry):
             self.hub.figures.superseded += 1
@@ -503,7 +472,7 @@ class DurableSession(Session):
     def _fetch(self) -> None:
         if self._fetching is None:
             self._fetching = asyncio.ensure_future(self._fetch_left())
-            self._fetching.add_done_callback(self._task_done)
+            self._fetching.add_done_callback(self.task_done)
 
     async def _fetch_left(self) -> None:
         """Read the messages of deliveries that an earlier connection left."""
@@ -516,7 +485,7 @@ class DurableSession(Session):
         for flight in left:
             if flight.state & HELD:  # a held message is in the snapshot, or it is gone
                 self._fetching = None
-                self._lose(ResumeHistoryUnavailable(self.cursor, flight.offset))
+                self.lose(ResumeHistoryUnavailable(self.backlog.cursor, flight.offset))
                 return
         try:
             entries = await self.hub.store.fetch([f.offset for f in left])
@@ -524,14 +493,14 @@ class DurableSession(Session):
             self._left_is_gone(left, error)
             return
         except StoreError as error:
-            self._unavailable(error)
+            self.unavailable(error)
             return
         finally:
             self._fetching = None
         for flight, entry in zip(left, entries, strict=True):
             if not flight.state & (RECEIVED | SETTLED):
                 flight.entry = entry
-                flight.options = self.replay.options(entry)  # as the subscriptions are now
+                flight.options = self.backlog.replay.options(entry)  # as the subscriptions are now
         if not self.sealed:
             self._send()
 
@@ -541,173 +510,43 @@ class DurableSession(Session):
             return
         if self.hub.settings.on_history_pruned == "reset":
             topic = error.topic if isinstance(error, EntryDamaged) else b""
-            self._lose(ResumeHistoryUnavailable(self.cursor, error.offset, topic))
+            self.lose(ResumeHistoryUnavailable(self.backlog.cursor, error.offset, topic))
             return
         for flight in left:
             if flight.offset == error.offset:
                 self.out.drop(flight)
         self.hub.tell_gap(self.client_id, error.offset - 1, error.offset)
-        self._join(lazy=True)
+        self.join(lazy=True)
         self._send()
 
-    # --------------------------------------------------------------------- catching up
-
-    def _pump(self) -> None:
-        """Claim what the cursor has not reached, as far as there is room."""
-        if self.live or self.sealed or self._holds or self._reading is not None:
-            return
-        if self.catches_up and self.peer.congested:
-            return  # there may be something to send at once
-        if not self.hub.router.guarded:
-            if self.cursor >= self.committer.last:  # nothing to look through; no need of a replay
-                self._reached()
-                return
-            near = self._near()
-            if near is not None:
-                self._claim_near(near)
-                return
-        self._reading = asyncio.ensure_future(self._read())
-        self._reading.add_done_callback(self._task_done)
-
-    def _near(self) -> Iterable[Entry] | None:
-        """What is wanted after the cursor, if it is in memory and a short walk, or not committed
-        yet."""
-        replay = self.replay
-        return self.committer.wanted_since(
-            self.cursor, replay.topics, replay.accepts, stretches_max=TAIL_WALK_MAX
-        )
-
-    def _tail(self) -> list[Entry] | None:
-        """All that comes after the cursor, if it is in memory and little, or not committed yet."""
-        committer, cursor = self.committer, self.cursor
-        if committer.last - cursor > TAIL_WALK_MAX and cursor < committer.head:
-            return None
-        return committer.since(cursor)
+    # ------------------------------------------------------------------ for its backlog
 
     @property
+    def catches_up(self) -> bool:
+        return self.backlog.catches_up
+
     def replay(self) -> Replay:
-        """The reader of this session's durable filters, as they are now."""
-        if self._replay is None:
-            plain = (0, 0)
-            self._replay = Replay(
-                self.hub.store,
-                (
-                    Wanted(f, q, self._from.get(f, 0), *self._options.get(f, plain))
-                    for f, q in self.subscriptions.items()
-                    if not is_shared(f)
-                ),
-                skips=self.hub.settings.on_history_pruned == "skip",
-                reader=self.client_id,
-            )
-        return self._replay
+        """A reader of its durable filters, as they are now."""
+        plain = (0, 0)
+        return Replay(
+            self.hub.store,
+            (
+                Wanted(f, q, self._from.get(f, 0), *self._options.get(f, plain))
+                for f, q in self.subscriptions.items()
+                if not is_shared(f)
+            ),
+            skips=self.hub.settings.on_history_pruned == "skip",
+            reader=self.client_id,
+        )
 
-    def _claim_near(self, near: Iterable[Entry]) -> bool:
-        granted = self.replay.granted
-        return self._claim_all(((e, granted(e)) for e in near), self.committer.last)
+    def bind(self) -> None:
+        """Its position is of this generation now."""
+        self.committer.submit(
+            Bind(self.consumer_id, self.incarnation, self.saved_cursor), self._written
+        )
 
-    def _claim_all(self, entries: Iterable[tuple[Entry, int]], through: int) -> bool:
-        """Claim what is wanted of ``entries``, in order; move the cursor. False: no more room."""
-        out = self.out
-        options = self.replay.options
-        newest = self._newest
-        for entry, qos in entries:
-            if not entry.qos:
-                if self.catches_up and not self._give(entry):
-                    self.cursor = entry.offset - 1
-                    return False
-            elif qos and not (entry.expires_ms and self.is_over(entry)):
-                if newest is not None and self._is_superseded(entry):
-                    continue
-                if not out.room:
-                    self.cursor = entry.offset - 1
-                    return False
-                if not out.claiming:
-                    self._join(lazy=False)  # at once, even if an acknowledgement joined lazily
-                out.claim(entry, qos, options(entry))
-        self.cursor = through
-        if through == self.committer.last and not self.hub.router.guarded:
-            self._reached()
-        return True
-
-    def _give(self, entry: Entry) -> bool:
-        """Send what was published with QoS 0 while its client was away, if it is wanted. False:
-        not now, the connection is full."""
-        if entry.offset <= self._qos0_after or not self.replay.wants(entry):
-            return True
-        if self._newest is not None and self._is_superseded(entry):
-            return True
-        if self.peer.congested:
-            return False
-        self._qos0_after = entry.offset
-        self.hub.figures.queued_qos0 += 1
-        options = self.replay.options(entry)
-        retain = options.retain and entry.flags & RETAINED != 0
-        self._deliver(entry, 0, retain, options.identifiers)
-        return True
-
-    def _reached(self) -> None:
-        """Everything up to the end of the history was offered."""
-        self.live = True
-        self.catches_up = False
-        if self.verified:
-            return
-        self.verified = True
-        self.hub.figures.verified += 1
-        if self._unbound:  # of another generation: only now is the position worth the new one
-            self._unbound = False
-            self.committer.submit(
-                Bind(self.consumer_id, self.incarnation, self.saved_cursor), self._written
-            )
-
-    async def _read(self) -> None:
-        """Read the history behind the cursor, a chunk at a time, until the tail is reached."""
-        epoch = self._epoch
-        try:
-            while not (self.live or self.sealed or self._holds) and self.out.room:
-                if not await self._read_chunk():
-                    break  # not return: a change that was saved meanwhile left the rest to us
-        except ResumeHistoryUnavailable as error:
-            if epoch == self._epoch:
-                self._lose(error)
-        except StoreError as error:
-            self._unavailable(error)
-        finally:
-            self._reading = None
-        if not (self.sealed or self._holds) and not self.live and self.out.low:
-            self._pump()
-
-    async def _read_chunk(self) -> bool:
-        """Returns whether to go on."""
-        epoch = self._epoch
-        guarded = self.hub.router.guarded
-        replay = self.replay
-        near = None if guarded else self._near()
-        if near is not None:
-            return self._claim_near(near)
-        tail = self._tail() if guarded else None
-        if tail is not None:
-            if not tail:
-                self._reached()
-                return False
-            wanted = [(e, replay.granted(e)) for e in tail[:READ_ENTRIES_MAX]]
-            through = wanted[-1][0].offset
-        else:
-            piece = await replay.next(self.cursor)
-            if piece.lost is not None:
-                self._skip(piece.lost)
-            wanted, through = piece.entries, piece.through
-        if self._newest is not None:
-            await self._newest.look_up(self.hub.store, wanted)
-        if guarded:
-            wanted = [(e, q) for e, q in wanted if (q or not e.qos) and await self._permitted(e)]
-        if self.sealed or self._holds or epoch != self._epoch:
-            return False
-        return self._claim_all(wanted, through)
-
-    async def _permitted(self, entry: Entry) -> bool:
-        return self.may_receive is None or await self.may_receive(entry.topic)
-
-    def _task_done(self, task: asyncio.Task[None]) -> None:
+    def task_done(self, task: asyncio.Task[None]) -> None:
+        """Something of it that ran beside has ended."""
         if task.cancelled() or task.exception() is None:
             return
         # our own bug in one session: the client comes back and resumes from what was saved
@@ -715,39 +554,18 @@ class DurableSession(Session):
         if not self.sealed:
             self.peer.finish(STORE)
 
-    def _unavailable(self, error: StoreError) -> None:
+    def unavailable(self, error: StoreError) -> None:
         """The store does not answer: close, so that the client comes back and resumes."""
         if not self.sealed:
             log.warning("session %r: cannot read (%s); closing", self.client_id, error)
             self.peer.finish(STORE)
 
-    def _lose(self, error: ResumeHistoryUnavailable) -> None:
+    def lose(self, error: ResumeHistoryUnavailable) -> None:
         """What this session still has to get is gone: fence it, close, delete the record (410)."""
         if not self.sealed:
             self.hub.refuse_resume(self, error)
 
-    def _skip(self, lost: Loss) -> None:
-        """The same where it is configured to be skipped: said once for each gap, and counted."""
-        if lost.pruned_through > self._skipped:
-            self._skipped = lost.pruned_through
-            self.hub.tell_gap(self.client_id, self.cursor, lost.pruned_through)
-
     # ------------------------------------------------------------------- subscriptions
-
-    def _hold(self) -> None:
-        """Stop dispatching while a subscription change is being saved."""
-        if self.live:
-            self.live = False
-            self.cursor = self.committer.last
-        self._holds += 1
-        self._epoch += 1
-
-    def _unhold(self) -> None:
-        self._holds -= 1
-        self._epoch += 1
-        self._replay = None
-        if not self._holds and not self.sealed:
-            self._pump()
 
     async def subscribe(self, grants: list[Grant]) -> list[int]:
         async with self._changing:
@@ -770,7 +588,7 @@ class DurableSession(Session):
         for topic_filter in gained:
             self._counted.add(topic_filter)
             self.hub.router.count(topic_filter, 1)  # from now on what matches is logged
-        self._hold()
+        self.backlog.hold()
         try:
             if not await self._save_subscriptions(gained, tuple(wanted.values())):
                 self._uncount(gained)
@@ -778,7 +596,7 @@ class DurableSession(Session):
             self._uncount([f for f, s in wanted.items() if not s.qos])
             self._granted_now(wanted)
         finally:
-            self._unhold()
+            self.backlog.unhold()
         return [g.qos if g.allowed else g.code for g in grants]
 
     async def _save_subscriptions(
@@ -829,7 +647,7 @@ class DurableSession(Session):
         if self.sealed:
             return [REFUSED] * len(filters)
         codes = [0 if f in self.subscriptions else NO_SUBSCRIPTION for f in filters]
-        self._hold()
+        self.backlog.hold()
         try:
             await self.committer.apply(
                 Unsubscribe(self.consumer_id, self.incarnation, tuple(filters))
@@ -851,7 +669,7 @@ class DurableSession(Session):
             self._end_walks(filters)
             self._uncount(filters)
         finally:
-            self._unhold()
+            self.backlog.unhold()
         return codes
 
     # ----------------------------------------------------------------------------- end
@@ -865,9 +683,8 @@ class DurableSession(Session):
             self.member.end(first, for_good=False, broke=broke)
         cursor = self.out.release_unsent()
         if cursor is not None:
-            self.cursor = cursor if self.live else min(cursor, self.cursor)
-            self.live = False
-        self._checkpoint |= self._at() != self.saved_cursor
+            self.backlog.go_back(cursor)
+        self._checkpoint |= self.backlog.at != self.saved_cursor
         if self.peer.confirmed or end is DISCONNECTED:
             self.introduce()
         self._save()
@@ -879,7 +696,7 @@ class DurableSession(Session):
                 self.hub.clock.now_ms(),
                 expiry_s=self.expiry_s,
                 keep_expiry=False,
-                qos0_after=self._qos0_after if self.catches_up else self.committer.last,
+                qos0_after=self.backlog.qos0_through,
             ),
             self._written,
         )

@@ -167,7 +167,6 @@ class Session:
 
     durable: ClassVar[bool] = False
     keeps_qos0: ClassVar[bool] = False
-    catches_up = False
     consumer_id = 0
 
     def __init__(
@@ -201,6 +200,11 @@ class Session:
     def __repr__(self) -> str:
         kind = "durable" if self.durable else "transient"
         return f"<{kind} session {self.client_id!r}>"
+
+    @property
+    def catches_up(self) -> bool:
+        """Whether it reads from the history what was published with QoS 0."""
+        return False
 
     def introduce(self) -> None:
         """The client has sent something: it had its CONNACK, and knows this session."""
@@ -306,13 +310,17 @@ class Session:
         """A message to deliver from memory."""
         if self.sealed:
             return
-        retain = options.retain and entry.flags & RETAINED != 0
-        if self.hub.router.guarded and self.may_receive is not None:
-            if len(self._guarded) >= self.hub.settings.max_queued_messages:
-                self.hub.figures.dropped_queue += 1
-                return
+        if not self.hub.router.guarded or self.may_receive is None:
+            self.deliver(entry, qos, options)
+        elif len(self._guarded) >= self.hub.settings.max_queued_messages:
+            self.hub.figures.dropped_queue += 1
+        else:
+            retain = options.retain and entry.flags & RETAINED != 0
             self._ask(entry, qos, retain, options.identifiers)
-            return
+
+    def deliver(self, entry: Entry, qos: int, options: Options) -> None:
+        """The same, where topic plugins were asked already, or need not be."""
+        retain = options.retain and entry.flags & RETAINED != 0
         self._deliver(entry, qos, retain, options.identifiers)
 
     async def asked(self) -> None:

@@ -256,9 +256,9 @@ class Broker:
         """Whether a connected durable session has settled everything there is for it."""
         session = self.session(client_id)
         return (
-            session.live
+            session.backlog.live
             and not session.out.flights
-            and session._reading is None
+            and session.backlog.reading is None
             and session._fetching is None
         )
 

@@ -36,8 +36,8 @@ async def test_a_client_that_does_not_read_costs_a_cursor_and_catches_up() -> No
         session = broker.session(b"s")
         out = session.out
         assert session.peer.congested
-        assert not session.live
-        assert session.cursor < total
+        assert not session.backlog.live
+        assert session.backlog.cursor < total
         assert out.unsent_bytes < AHEAD_BYTES_MAX + 100_000
         kept = sum(len(f.entry.payload) for f in out.flights.values() if f.entry is not None)
         assert kept < AHEAD_BYTES_MAX + 100_000
@@ -394,7 +394,7 @@ async def test_a_session_that_lags_for_ever_holds_only_what_it_has_not_settled(
         await client.publishes(6)
         await client.any()  # the seventh is under way
         await broker.hub.committer.drain()
-        assert not broker.session(b"c").live
+        assert not broker.session(b"c").backlog.live
         broker.clock.advance(ms=10_000)
         broker.hub._checkpoint()
         await broker.hub.committer.drain()

@@ -167,7 +167,7 @@ async def test_a_backlog_waits_for_a_client_that_does_not_read(broker: Broker) -
     for _ in range(100):
         await publisher.quiet()
     assert session.catches_up
-    assert session._reading is None
+    assert session.backlog.reading is None
     assert 0 < broker.hub.figures.queued_qos0 < len(LARGE)
     await publish(publisher, b"last")
     assert told(await device.publishes(len(LARGE) + 1)) == at_most_once(*LARGE, b"last")

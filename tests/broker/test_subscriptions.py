@@ -345,7 +345,7 @@ async def test_a_subscribe_under_way_when_the_session_is_reset_leaves_no_count_b
     gate = broker.store.hang_submit()
     client.send(Subscribe(1, (SubscribeFilter(b"b", 1),)))
     await gate.reached.wait()
-    broker.session(b"c")._lose(
+    broker.session(b"c").lose(
         ResumeHistoryUnavailable(1, 1, b"a")
     )  # as when history turns out to be gone (410)
     gate.release()

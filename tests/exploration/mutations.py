@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
+from broker_ext.backlog import Backlog
 from broker_ext.connection import Connection
 from broker_ext.durable import DurableSession
 from broker_ext.registry import Registry
@@ -24,7 +25,7 @@ from broker_ext.router import Router
 from broker_ext.rules import Newest
 from broker_ext.session import Session
 from broker_ext.shared import Group, Shared
-from broker_ext.shared.backlog import Backlog
+from broker_ext.shared.backlog import Backlog as GroupBacklog
 from broker_ext.shared.record import Record
 from broker_ext.wills import Wills
 from storage.api import Acquire, Advance, Detach, Discard, DropWill, Subscribe, Unsubscribe
@@ -265,14 +266,14 @@ def _table() -> Iterator[Mutation]:
         "takeover_while_messages_flow",
         _both(
             source(Session, "end", "self.hub.router.detach(self, topic_filter)", "pass"),
-            source(DurableSession, "_join", "if not self.sealed:", "if True:"),
+            source(DurableSession, "join", "if not self.sealed:", "if True:"),
             source(DurableSession, "collect", "if not self.sealed:", "if True:"),
         ),
     )
     yield Mutation(
         "session: dispatch is not held while subscriptions change",
         "messages_while_subscriptions_change",
-        source(DurableSession, "_hold", "if self.live:", "if False:"),
+        source(Backlog, "hold", "if self.live:", "if False:"),
     )
     yield Mutation(
         "session: subscription changes do not wait for each other",
@@ -333,7 +334,7 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "session: the cursor passes an entry for which there is no room",
         "a_slow_client_with_no_room",
-        source(DurableSession, "offer", "entry.offset - 1", "entry.offset"),
+        source(Backlog, "begin", "entry.offset - 1", "entry.offset"),
     )
     yield Mutation(
         "wills: the will of a clean end is published",
@@ -368,12 +369,12 @@ def _table() -> Iterator[Mutation]:
     yield Mutation(
         "session: QoS 0 that was read while it caught up is read again",
         "qos_0_for_who_is_away",
-        source(DurableSession, "_give", "self._qos0_after = entry.offset", "pass"),
+        source(Backlog, "_give", "self._qos0_after = entry.offset", "pass"),
     )
     yield Mutation(
         "session: what it was given with QoS 0 is not noted at its end",
         "qos_0_for_who_is_away",
-        source(DurableSession, "end", "else self.committer.last", "else None"),
+        source(DurableSession, "end", "self.backlog.qos0_through", "None"),
     )
     yield Mutation(
         "router: who catches up is handed QoS 0 that is logged, too",
@@ -438,13 +439,16 @@ def _of_groups() -> Iterator[Mutation]:
         "group: the cursor passes an entry for which nobody has room",
         "a_group_with_no_room",
         source(
-            Backlog, "_claim_all", "self.cursor = entry.offset - 1", "self.cursor = entry.offset"
+            GroupBacklog,
+            "_claim_all",
+            "self.cursor = entry.offset - 1",
+            "self.cursor = entry.offset",
         ),
     )
     yield Mutation(
         "group: it is live while nobody is there",
         "a_group_whose_members_come_and_go",
-        source(Backlog, "stand", "if self.live:", "if False:"),
+        source(GroupBacklog, "stand", "if self.live:", "if False:"),
     )
     yield Mutation(
         "group: its record goes while a durable member joins",

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from broker_ext import durable, replay
+from broker_ext import backlog, durable, replay
 from broker_ext.topics import matches
 from broker_ext.wire import (
     Puback,
@@ -398,8 +398,8 @@ async def play(seed: int, backend: Backend, patch: pytest.MonkeyPatch) -> None:
     """One random run, with small windows and chunks so that sessions lag, and read."""
     rng = random.Random(seed)  # noqa: S311 - it has to be repeatable
     patch.setattr(durable, "AHEAD_MIN", rng.choice((1, 3, 256)))
-    patch.setattr(durable, "TAIL_WALK_MAX", rng.choice((0, 5, 512)))
-    patch.setattr(durable, "READ_ENTRIES_MAX", 3)
+    patch.setattr(backlog, "TAIL_WALK_MAX", rng.choice((0, 5, 512)))
+    patch.setattr(backlog, "READ_ENTRIES_MAX", 3)
     patch.setattr(replay, "READ_ENTRIES_MAX", rng.choice((1, 3, 512)))
     window = rng.choice((1, 2, 5, 100))
     async with running(backend, max_inflight=window, max_connects_per_second=1e6) as broker:
