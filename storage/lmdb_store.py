@@ -185,7 +185,8 @@ class _LmdbDatabase:
                 if self._grow(frees=frees):
                     continue
                 if is_turned:
-                    reason = f"its map is at the maximum of {self._max} bytes"
+                    given = ", map_bytes_max" if self._is_max_given else ", which the disk has"
+                    reason = f"its map is at its maximum, {self._max} bytes{given}"
                     raise StoreFull(f"{self._file.name}: {reason}") from None
                 self._turn_over()
                 is_turned = True

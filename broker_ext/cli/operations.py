@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from broker_ext.cli.store import Store
+    from storage.backup import Manifest
     from storage.files import Kind
     from storage.inspection import Figures, Inspection
     from storage.repair import Repaired, Reset
@@ -69,7 +70,7 @@ def backup(store: Store, target: Path, *, is_checked: bool) -> bool:
     checked = "not checked" if not is_checked else "sound" if not violations else "damaged"
     typer.echo(
         f"backed up the {manifest.kind} store of {store.data} to {target}: "
-        f"{_size(manifest.bytes)}, entries {manifest.floor + 1} to {manifest.head}, "
+        f"{_size(manifest.bytes)}, {_entries(manifest)}, "
         f"generation {manifest.generation}; the copy is {checked}"
     )
     _list(violations)
@@ -85,7 +86,7 @@ def restore(source: Path, data: Path, *, is_forced: bool) -> None:
         done = restore_backup(source, data, keep_in=keep_in, progress=progress)
     typer.echo(
         f"restored the {done.manifest.kind} store of {_date(done.manifest.made_ms)} to {data}: "
-        f"entries {done.manifest.floor + 1} to {done.manifest.head}, new generation "
+        f"{_entries(done.manifest)}, new generation "
         f"{done.identity.generation}"
     )
     if done.kept_in is not None:
@@ -242,6 +243,12 @@ def _fields(found: Inspection, done: Repaired | None, kept: Path | None) -> dict
             ],
         }
     return fields
+
+
+def _entries(found: Manifest) -> str:
+    if found.head == found.floor:
+        return f"no entries (head {found.head})"
+    return f"entries {found.floor + 1} to {found.head}"
 
 
 def _size(count: int) -> str:
