@@ -330,47 +330,21 @@ class DurableSessionPlugin(BasePlugin[Any]):
         return keyring
 
     def _settings(self) -> Settings:
+        """An option is the setting of its name (seconds have ``_s`` there), but for a few."""
         config = self.config
         broker_config = self._seam.broker.config
-        return Settings(
-            max_inflight=config.max_inflight,
-            max_packet_bytes=config.max_packet_bytes,
-            max_client_id_bytes=config.max_client_id_bytes,
-            max_qos=config.max_qos,
-            receive_maximum=config.receive_maximum,
-            topic_alias_maximum=config.topic_alias_maximum,
-            max_keep_alive_s=config.max_keep_alive,
-            response_information=config.response_information,
-            wildcard_subscriptions=config.wildcard_subscriptions,
-            subscription_identifiers=config.subscription_identifiers,
-            max_queued_messages=config.max_queued_messages,
-            max_queued_bytes=config.max_queued_bytes,
-            max_retained_messages=config.max_retained_messages,
-            max_retained_bytes=config.max_retained_bytes,
-            commit_bytes_max=config.commit_bytes_max,
-            connect_timeout_s=config.connect_timeout,
-            takeover_timeout_s=config.takeover_timeout,
-            max_connects_per_second=config.max_connects_per_second,
-            checkpoint_interval_s=config.checkpoint_interval,
-            retain_for_s=config.retain_for,
-            session_expiry_interval_s=broker_config.session_expiry_interval,
-            timeout_disconnect_delay_s=float(broker_config.timeout_disconnect_delay or 0),
-            publish_wills_after_crash=config.publish_wills_after_crash,
-            will_recovery_delay_s=config.will_recovery_delay,
-            on_generation_change=config.on_generation_change,
-            on_history_pruned=config.on_history_pruned,
-            shared_order=config.shared_order,
-            history_filters=tuple(config.history_filters),
-            max_age_s=config.max_age,
-            max_bytes=self._max_bytes(),
-            max_messages=config.max_messages,
-            filters=filter_rules(config.filters),
-            max_delivery_attempts=config.max_delivery_attempts,
-            queue_qos0=config.queue_qos0,
-            sinks=sinks_settings(config.sinks),
-            keep_done_s=config.keep_done,
-            keep_dead_s=config.keep_dead,
-        )
+        options = vars(config)
+        names = {one.name: one.name.removesuffix("_s") for one in fields(Settings)}
+        same = {name: options[option] for name, option in names.items() if option in options}
+        others = {
+            "session_expiry_interval_s": broker_config.session_expiry_interval,
+            "timeout_disconnect_delay_s": float(broker_config.timeout_disconnect_delay or 0),
+            "history_filters": tuple(config.history_filters),
+            "max_bytes": self._max_bytes(),
+            "filters": filter_rules(config.filters),
+            "sinks": sinks_settings(config.sinks),
+        }
+        return Settings(**same | others)
 
     def _max_bytes(self) -> int | None:
         """The cap on history: as configured, else half of what it may become on this disk."""

@@ -10,6 +10,7 @@ from amqtt.broker import Broker
 from amqtt.errors import PluginError
 
 from broker_ext import DurableSessionPlugin
+from broker_ext.settings import Settings
 from tests.seam.amqtt_broker import configuration, running
 
 if TYPE_CHECKING:
@@ -180,6 +181,22 @@ async def test_a_filter_that_is_none_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["max-inflight", "max_inflght", "lease"])
 async def test_an_unknown_option_is_refused_by_name(tmp_path: Path, name: str) -> None:
     assert name in str(refused(tmp_path, **{name: 1}))
+
+
+async def test_every_option_is_the_setting_of_its_name(tmp_path: Path) -> None:
+    opens = {"data", "store", "durability", "map_bytes_max"}
+    opens |= {name for name in OTHERS if name.startswith("seal_")}
+    settings = {one.name.removesuffix("_s") for one in fields(Settings)}
+    assert {f.name for f in fields(Config)} - opens == settings & {f.name for f in fields(Config)}
+    given: dict[str, Any] = {name: max(low, 1) for name, (low, _) in NUMBERS.items()}
+    given |= {name: words[-1] for name, words in WORDS.items()}
+    given |= dict.fromkeys(("publish_wills_after_crash", "wildcard_subscriptions"), False)
+    given |= {"history_filters": ["a"], "response_information": "r"}
+    async with running(tmp_path, options=given) as instance:
+        told = instance.hub.settings
+        for name in given.keys() - opens - {"history_filters"}:
+            assert getattr(told, name, getattr(told, f"{name}_s", None)) == given[name]
+        assert told.history_filters == ("a",)
 
 
 def test_every_option_is_documented() -> None:
