@@ -423,12 +423,21 @@ def _subscription(txn: ReadTxn, record: Record, topic_filter: bytes) -> Subscrip
 
 def _needed_without(txn: ReadTxn, record: Record, lost: Sequence[Subscription]) -> int:
     """Lowest from_offset of a consumer's subscriptions but for some; NONE = none needs anything.
-    Looks at all of them only if one that is lost may be the lowest."""
+
+    It says what is needed where the cursor is lower. So it stays too low, which only holds pruning
+    back, as long as another one is not above the cursor: then only the first of them is looked at.
+    """
     if not any(needs(sub) and sub.from_offset <= record.needed_from for sub in lost):
         return record.needed_from if record.durable else NONE
     gone = {sub.filter for sub in lost}
-    subs = subscriptions_of(txn, record.id)
-    return min((s.from_offset for s in subs if needs(s) and s.filter not in gone), default=NONE)
+    lowest = NONE
+    for _, raw in rows_of(txn, Space.SUBSCRIPTION, record.id):
+        sub = decode_subscription(record.id, raw)
+        if needs(sub) and sub.filter not in gone:
+            if sub.from_offset <= record.cursor:
+                return record.needed_from
+            lowest = min(lowest, sub.from_offset)
+    return lowest
 
 
 def _count(txn: WriteTxn, record: Record, sub: Subscription | None, by: int) -> None:

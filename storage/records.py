@@ -84,7 +84,8 @@ class Record:
     """A consumer as the writer works on it; ``consumer`` is how the outside sees it.
 
     indexed: its row in Space.POSITION, NONE = it has none.
-    needed_from: lowest from_offset of its durable subscriptions. durable: how many these are.
+    needed_from: lowest from_offset of its durable subscriptions, or lower. durable: how many these
+        are.
     """
 
     id: int

@@ -159,4 +159,10 @@ async def test_a_subscription_costs_the_same_however_many_there_are(
         looked_at.clear()
         await db.do(Subscribe(consumer.id, A, (wanted,)))
         assert len(looked_at) <= 1
+    await db.append(message(b"f/1"))
+    await db.move(consumer, 1)
+    for n in range(90):
+        looked_at.clear()
+        assert await db.do(Unsubscribe(consumer.id, A, (b"f/%d" % n,))) == (True,)
+        assert len(looked_at) <= 3
     await db.stop()
