@@ -32,34 +32,28 @@ fetched (EntryGone). So no session that is sound by itself is left out.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from storage.api import BLOCK_ENTRIES_MAX, GROUP, HELD, RECEIVED, Claim, Entry, Loss, Subscription
-from storage.blocks import GRAVESTONE, Block, Damage, decode_message, encode_block
-from storage.consumers import loss_of, needs, put_anew, rows_of
+from storage.api import HELD, RECEIVED, Loss
+from storage.blocks import Damage, decode_message
+from storage.consumers import loss_of, put_anew
 from storage.errors import RecordDamaged
 from storage.history import History
 from storage.identity import mint, new_identity
-from storage.kv import U64, U64_U16, U64_U64, ReadTxn, Space, WriteTxn
+from storage.kv import U64, ReadTxn, Space, WriteTxn
+from storage.mending import OWN, Blocks, Losses, LostError, Piece, Session, session_of
 from storage.meta import Ends, Identity, MetaDamaged, read_ends, read_identity
 from storage.names import KEPT_BYTES, key_of
 from storage.outbox.rebuilding import rebuild_outbox
 from storage.records import (
     Record,
-    decode_claim,
-    decode_subscription,
     decode_will,
-    encode_claim,
 )
 from storage.salvage import Salvage
-from storage.topics import UNKNOWN, named
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from storage.identity import Sidecar
     from storage.kv import Database
 
@@ -68,8 +62,6 @@ __all__ = ["Repaired", "Reset", "rebuild"]
 BATCH_BYTES: Final = 4 << 20
 BATCH_CONSUMERS: Final = 200
 """Written in one transaction."""
-
-_OWN: Final = (Space.SUBSCRIPTION, Space.CLAIM, Space.HELD, Space.INBOUND)
 
 LISTED_MAX: Final = 1000
 """Sentences of one kind that are told one by one."""
@@ -112,39 +104,15 @@ def rebuild(source: Database | None, target: Database, sidecar: Sidecar | None) 
     return _Rebuild(Salvage(source), target, sidecar).run(is_lost=source is None)
 
 
-class _Lost(Exception):
-    """Something of a session is gone. Its text says what."""
-
-
-class _Piece(NamedTuple):
-    """A block to be written."""
-
-    first: int
-    last: int
-    raw: bytes
-    topics: tuple[bytes, ...]
-
-
-class _Session(NamedTuple):
-    """A session to be written. rows: of claims, held messages and inbound ids."""
-
-    record: Record
-    subscriptions: list[Subscription]
-    claims: list[Claim]
-    rows: list[tuple[Space, bytes, bytes]]
-
-
 class _Rebuild:
-    """One repair. marks: topic -> last offset that is gone. gone: (low, high) of entries."""
+    """One repair."""
 
     def __init__(self, source: Salvage, target: Database, sidecar: Sidecar | None) -> None:
         self.source = source
         self.target = target
         self.sidecar = sidecar
-        self.marks: dict[bytes, int] = {}
-        self.gone: list[tuple[int, int]] = []
-        self.stored_ms = 0
         self.report = Repaired()
+        self.losses = Losses(self.report.say)
         self.names: dict[bytes, bytes] = {}
         self.ends = Ends()
         self.old: Ends | None = None
@@ -155,7 +123,9 @@ class _Rebuild:
         if is_lost:
             report.say("the file cannot be opened, nothing of it could be read: it begins empty")
         self._identity()
+        self.losses.coarse = self.ends.coarse
         self._read_marks()
+        self.ends.coarse = self.losses.coarse
         records = self._records()
         history = History(report.identity, self.ends)
         self._write_history(history, records)
@@ -165,7 +135,7 @@ class _Rebuild:
         self._write_messages()
         rebuild_outbox(self.source, self.target, report.say)
         report.head = self.ends.head
-        report.lost_entries = sum(high - low + 1 for low, high in self.gone)
+        report.lost_entries = sum(high - low + 1 for low, high in self.losses.gone)
         for gap in () if is_lost else self.source.gaps:
             report.say(f"rows of kind {gap.space.name.lower()} could not be read")
         return report
@@ -212,20 +182,13 @@ class _Rebuild:
             found[key[8:]] = max(found.get(key[8:], 0), int.from_bytes(key[:8], "big"))
         most = self.old.head if self.old else max(found.values(), default=0)
         for packed_id, mark in found.items():
-            self._mark(self.names.get(packed_id) or None, min(mark, most))
+            self.losses.mark(self.names.get(packed_id) or None, min(mark, most))
         if any(gap.space in {Space.MARK, Space.TOPIC_NAME} for gap in self.source.gaps):
-            self._mark(None, self.old.floor if self.old else most)
-
-    def _mark(self, topic: bytes | None, offset: int) -> None:
-        """An entry is gone. topic: None = of any topic."""
-        if topic is None:
-            self.ends.coarse = max(self.ends.coarse, offset)
-        else:
-            self.marks[topic] = max(self.marks.get(topic, 0), offset)
+            self.losses.mark(None, self.old.floor if self.old else most)
 
     def _write_marks(self) -> None:
         ends = self.ends
-        marks = {t: m for t, m in self.marks.items() if m > ends.coarse}
+        marks = {t: m for t, m in self.losses.marks.items() if m > ends.coarse}
 
         def work(txn: WriteTxn) -> tuple[int, ...]:
             number = ends.next_topic
@@ -251,22 +214,23 @@ class _Rebuild:
     def _write_history(self, history: History, records: dict[int, Record]) -> None:
         """Write the blocks, as many in a transaction as BATCH_BYTES takes."""
         head = self._least_head(records)
-        batch: list[_Piece] = []
+        batch: list[Piece] = []
         size = 0
-        for piece in self._pieces(head):
+        blocks = Blocks(self.source, self.old, self.losses, self.names, self.report.say)
+        for piece in blocks.pieces(head):
             batch.append(piece)
             size += len(piece.raw)
             if size > BATCH_BYTES:
-                self._append(history, batch)
+                self._append(history, batch, blocks.floor)
                 batch, size = [], 0
-        self._append(history, batch)
+        self._append(history, batch, blocks.floor)
 
-    def _append(self, history: History, batch: list[_Piece]) -> None:
+    def _append(self, history: History, batch: list[Piece], floor: int) -> None:
         def work(txn: WriteTxn) -> None:
             history.aborted()
             ends = history.ends
-            ends.floor, ends.coarse = self.ends.floor, self.ends.coarse
-            ends.head = max(ends.head, self.ends.floor)
+            ends.floor, ends.coarse = floor, self.losses.coarse
+            ends.head = max(ends.head, floor)
             for piece in batch:
                 txn.put(Space.HISTORY, U64.pack(piece.first), piece.raw)
                 ends.head = piece.last
@@ -284,122 +248,11 @@ class _Rebuild:
         """The head, or what it cannot have been below: no offset is ever given again."""
         if self.old is not None:
             return self.old.head
-        known = [self.ends.coarse, *self.marks.values()]
+        known = [self.losses.coarse, *self.losses.marks.values()]
         known += [record.cursor for record in records.values()]
         if self.sidecar is not None:
             known.append(self.sidecar.head)
         return max(known)
-
-    def _pieces(self, head: int) -> Iterator[_Piece]:
-        """Blocks from the floor to the head without a gap. Finds the floor, marks and ``gone``."""
-        old = self.old
-        ends = self.ends
-        ends.floor = old.floor if old is not None else 0
-        expected = ends.floor + 1
-        is_first = True
-        for key, raw in self.source.rows(Space.HISTORY):
-            first = int.from_bytes(key, "big")
-            pieces = self._sound(first, raw)
-            if pieces is None:
-                continue  # its place is a hole
-            last = pieces[-1].last
-            if last <= ends.floor or (first < expected and not is_first):
-                self.report.say(f"the block of {first} is in the way of another, and left out")
-                continue
-            if first > expected:
-                if is_first and old is None:
-                    self._mark(None, first - 1)
-                    ends.floor = first - 1
-                else:
-                    yield from self._hole(expected, first - 1, is_oldest=is_first)
-            is_first = False
-            yield from pieces
-            expected = last + 1
-        if expected <= head:
-            yield from self._hole(expected, head, is_oldest=is_first)
-
-    def _sound(self, first: int, raw: bytes) -> list[_Piece] | None:
-        """A block as it is; or anew, with gravestones; None if nothing of it can be told."""
-        try:
-            block = Block(first, raw)
-        except Damage:
-            self.report.say(f"the block of {first} is damaged")
-            return None
-        self.stored_ms = block.stored_ms
-        entries: list[Entry] = []
-        lost = 0
-        for position in range(block.count):
-            try:
-                entries.append(block.entry(position))
-            except Damage:
-                lost += 1
-                entries.append(self._gravestone(block, position))
-        if block.is_sound and not lost:
-            topics = tuple(block.topics())
-            return [_Piece(first, block.last, raw, topics)]
-        if not lost:
-            self.report.say(f"the table of the block of {first} is damaged, its entries are not")
-        return list(self._encoded(entries))
-
-    def _gravestone(self, block: Block, position: int) -> Entry:
-        offset = block.first + position
-        topics: Iterable[bytes] = set(block.names)
-        if block.is_sound:
-            topics = [block.names[block.rows()[position][3]]]
-        for topic in topics:
-            if topic != GRAVESTONE:
-                self._mark(topic, offset)
-        self._is_gone(offset, offset)
-        return Entry(offset, GRAVESTONE, b"", 1)
-
-    def _hole(self, low: int, high: int, *, is_oldest: bool) -> Iterator[_Piece]:
-        """Entries that are gone with their blocks."""
-        topics = self._topics_of(low, high)
-        for topic in topics if topics is not None else (None,):
-            self._mark(topic, high)
-        self._is_gone(low, high)
-        if is_oldest:
-            self.ends.floor = high
-            return
-        for start in range(low, high + 1, BLOCK_ENTRIES_MAX):
-            stop = min(start + BLOCK_ENTRIES_MAX, high + 1)
-            yield from self._encoded([Entry(n, GRAVESTONE, b"", 1) for n in range(start, stop)])
-
-    def _encoded(self, entries: list[Entry]) -> Iterator[_Piece]:
-        at = 0
-        while at < len(entries):
-            first = entries[at].offset
-            raw, count, topics = encode_block(entries, at, self.stored_ms)
-            at += count
-            yield _Piece(first, entries[at - 1].offset, raw, tuple(topics))
-
-    def _is_gone(self, low: int, high: int) -> None:
-        if low == high:
-            self.report.say(f"entry {low} is gone")
-        else:
-            self.report.say(f"entries {low} to {high} are gone")
-        if self.gone and self.gone[-1][1] == low - 1:
-            low = self.gone.pop()[0]
-        self.gone.append((low, high))
-
-    def _topics_of(self, low: int, high: int) -> set[bytes] | None:
-        """Topics that the index names for blocks that are gone; None = it cannot tell."""
-        if self.old is None or high > self.old.indexed:
-            return None
-
-        def work(txn: ReadTxn) -> set[int]:
-            return {
-                int.from_bytes(key[:8], "big")
-                for key, packed in txn.scan(Space.TOPIC_INDEX)
-                if any(low <= first <= high for first in named(key, packed))
-            }
-
-        numbers = self.source.read(work)
-        if not numbers or UNKNOWN in numbers:
-            return None
-        topics = {self.names.get(U64.pack(number)) for number in numbers}
-        known = {topic for topic in topics if topic is not None}
-        return known if len(known) == len(topics) else None
 
     # ------------------------------------------------------------------------------- sessions
 
@@ -436,11 +289,14 @@ class _Rebuild:
 
     def _write_sessions(self, records: dict[int, Record]) -> None:
         suspects = self._suspects(records)
-        batch: list[_Session] = []
+        batch: list[Session] = []
         for record in records.values():
+            if any(low <= record.id <= high for low, high in suspects):
+                self._reset(record.client_id, "some of its rows could not be read")
+                continue
             try:
-                batch.append(self._session(record, suspects))
-            except _Lost as lost:
+                batch.append(session_of(self.source, record))
+            except LostError as lost:
                 self._reset(record.client_id, str(lost))
             if len(batch) == BATCH_CONSUMERS:
                 self._write_batch(batch)
@@ -450,7 +306,7 @@ class _Rebuild:
     def _suspects(self, records: dict[int, Record]) -> list[tuple[int, int]]:
         """Ids of consumers that may have lost rows: (low, high). Counts rows of nobody, too."""
         orphans = 0
-        for space in _OWN:
+        for space in OWN:
             for key, _ in self.source.rows(space):
                 orphans += int.from_bytes(key[:8], "big") not in records
         if orphans:
@@ -461,57 +317,10 @@ class _Rebuild:
                 (1 << 64) - 1 if gap.before is None else int.from_bytes(gap.before[:8], "big"),
             )
             for gap in self.source.gaps
-            if gap.space in _OWN
+            if gap.space in OWN
         ]
 
-    def _session(self, record: Record, suspects: list[tuple[int, int]]) -> _Session:
-        """A session with all that it has. Raises _Lost."""
-        if any(low <= record.id <= high for low, high in suspects):
-            raise _Lost("some of its rows could not be read")
-        rows = self.source.read(
-            lambda txn: {space: list(rows_of(txn, space, record.id)) for space in _OWN}
-        )
-        if rows is None:
-            raise _Lost("its rows could not be read")
-        number = record.id
-        try:
-            subs = [decode_subscription(number, raw) for _, raw in rows[Space.SUBSCRIPTION]]
-            claims = [
-                decode_claim(number, int.from_bytes(key, "big"), raw)
-                for key, raw in rows[Space.CLAIM]
-            ]
-        except RecordDamaged:
-            raise _Lost("a subscription or a claim was damaged") from None
-        held: list[tuple[int, bytes]] = []
-        for key, raw in rows[Space.HELD]:
-            try:
-                decode_message(raw)
-            except Damage:
-                raise _Lost("a message held for it was damaged") from None
-            held.append((int.from_bytes(key, "big"), raw))
-        if len([sub for sub in subs if needs(sub)]) != record.durable:
-            raise _Lost("a subscription was missing")
-        if len({sub.filter for sub in subs}) != len(subs):
-            raise _Lost("a subscription was there twice")
-        _must_fit(claims, {n for n, _ in held}, is_group=record.client_id.startswith(GROUP))
-        record.next_claim = max([record.next_claim, *(claim.number + 1 for claim in claims)])
-        record.next_held = max([record.next_held, *(n + 1 for n, _ in held)])
-        if not 0 <= record.next_packet_id <= 0xFFFF:
-            record.next_packet_id = 1
-        inbound = [int.from_bytes(key, "big") for key, _ in rows[Space.INBOUND]]
-        written = [
-            (Space.CLAIM, U64_U64.pack(number, claim.number), encode_claim(number, claim))
-            for claim in claims
-        ]
-        written += [(Space.HELD, U64_U64.pack(number, n), raw) for n, raw in held]
-        written += [
-            (Space.INBOUND, U64_U16.pack(number, packet_id), b"")
-            for packet_id in inbound
-            if 1 <= packet_id <= 0xFFFF
-        ]
-        return _Session(record, subs, claims, written)
-
-    def _write_batch(self, batch: list[_Session]) -> None:
+    def _write_batch(self, batch: list[Session]) -> None:
         """Tell who lost what is gone, and write those who are there."""
         losses = self.target.read(
             lambda txn: [
@@ -530,7 +339,7 @@ class _Rebuild:
 
         self.target.write(work)
 
-    def _tell(self, session: _Session, loss: Loss | None) -> None:
+    def _tell(self, session: Session, loss: Loss | None) -> None:
         """Tell what a session that stays has lost."""
         client_id = session.record.client_id
         if loss is not None:
@@ -539,15 +348,10 @@ class _Rebuild:
             return
         for claim in session.claims:
             for delivery in claim.deliveries:
-                if not delivery.state & (HELD | RECEIVED) and self._holds(delivery.offset):
+                if not delivery.state & (HELD | RECEIVED) and self.losses.holds(delivery.offset):
                     reason = f"entry {delivery.offset}, under way to it, is gone"
                     self._reset(client_id, reason, is_removed=False)
                     return
-
-    def _holds(self, offset: int) -> bool:
-        """Whether an entry is among those that are gone."""
-        at = bisect_right(self.gone, (offset, 1 << 64)) - 1
-        return at >= 0 and offset <= self.gone[at][1]
 
     # ------------------------------------------------------------------------ single messages
 
@@ -578,24 +382,6 @@ class _Rebuild:
 
         for at in range(0, len(rows) + 1, 1000):
             self.target.write(partial(work, rows[at : at + 1000]))
-
-
-def _must_fit(claims: list[Claim], held: set[int], *, is_group: bool) -> None:
-    """Deliveries that cannot be. Raises _Lost."""
-    deliveries = [delivery for claim in claims for delivery in claim.deliveries]
-    ids = [(claim.member, d.packet_id) for claim in claims for d in claim.deliveries if d.packet_id]
-    if len(set(ids)) != len(ids):
-        raise _Lost("two of its deliveries had one packet id")
-    for delivery in deliveries:
-        if delivery.state & HELD:
-            if delivery.offset not in held:
-                raise _Lost("a message held for it was missing")
-        elif delivery.offset == 0:
-            raise _Lost("a delivery was of no entry")
-        if not 1 <= delivery.qos <= 2:
-            raise _Lost("a delivery could not be")
-    if not is_group and len(ids) != len(deliveries):
-        raise _Lost("a delivery had no packet id")
 
 
 def _client_of(key: bytes) -> bytes:
