@@ -39,7 +39,8 @@ class Backlog:
     """Of one connection of a durable session.
 
     cursor: while it is not live, what matches at or below it was offered. catches_up: it has not
-    been live yet, and reads what was published with QoS 0. verified: it has been live.
+    been live yet, and reads what was published with QoS 0. verified: it has been live. passes_over:
+    a change is being saved behind which ``pass_over_qos0`` is called.
     """
 
     __slots__ = (
@@ -56,6 +57,7 @@ class Backlog:
         "catches_up",
         "cursor",
         "live",
+        "passes_over",
         "reading",
         "verified",
     )
@@ -74,6 +76,7 @@ class Backlog:
         self._epoch = 0
         self.cursor = snapshot.consumer.cursor
         self.live = False
+        self.passes_over = False
         self.catches_up = hub.settings.queue_qos0
         self.verified = False
         self.reading: asyncio.Task[None] | None = None
@@ -94,7 +97,14 @@ class Backlog:
     @property
     def qos0_through(self) -> int:
         """What it was given with QoS 0, or may have been: nothing up to there is given again."""
-        return self._qos0_after if self.catches_up else self._committer.last
+        is_known = self.catches_up and not self.passes_over
+        return self._qos0_after if is_known else self._committer.last
+
+    def pass_over_qos0(self) -> None:
+        """Of what was published with QoS 0 up to now, some was passed on at once to a subscription
+        of QoS 0, and matches one of more from now on. Nobody can tell later which, so none of it
+        is read: at most once."""
+        self._qos0_after = self._committer.last
 
     def begin(self, entry: Entry) -> None:
         """There is no room for an entry, or topic plugins must be asked: it waits, and whatever

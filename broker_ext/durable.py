@@ -588,6 +588,8 @@ class DurableSession(Session):
         for topic_filter in gained:
             self._counted.add(topic_filter)
             self.hub.router.count(topic_filter, 1)  # from now on what matches is logged
+        passes_over = bool(gained) and 0 in self.subscriptions.values()
+        self.backlog.passes_over = passes_over
         self.backlog.hold()
         try:
             if not await self._save_subscriptions(gained, tuple(wanted.values())):
@@ -595,7 +597,10 @@ class DurableSession(Session):
                 return refused
             self._uncount([f for f, s in wanted.items() if not s.qos])
             self._granted_now(wanted)
+            if passes_over:
+                self.backlog.pass_over_qos0()
         finally:
+            self.backlog.passes_over = False
             self.backlog.unhold()
         return [g.qos if g.allowed else g.code for g in grants]
 

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from broker_ext.durable import AHEAD_MIN
 from broker_ext.rules import FilterRule
-from broker_ext.wire import Properties, Publish
+from broker_ext.wire import Properties, Puback, Publish, Suback
 from broker_ext.wire.properties import MESSAGE_EXPIRY_S, PACKET_BYTES_MAX, SUBSCRIPTION_ID
 from tests.broker.mqtt import running
 
@@ -95,6 +96,43 @@ async def test_what_it_had_at_once_is_not_read_again_with_what_was_before_it() -
         device = await broker.connect(b"dev")
         assert sorted(await device.payloads(4)) == [*numbered(3), b"missed"]
         await device.quiet()
+
+
+@pytest.mark.parametrize("leaves", ["", "amid", "behind"])
+@pytest.mark.parametrize("gains", [b"t/+", b"t/1"])
+async def test_what_a_subscription_of_qos_0_had_is_not_read_for_one_that_is_more(
+    gains: bytes, leaves: str
+) -> None:
+    """While the new one is being saved, and its session is not through with what it missed."""
+    async with running(max_inflight=1) as broker:
+        await broker.sleeper(b"other", b"t/1")
+        await broker.sleeper(b"dev", b"x", (b"t/+", 0))
+        publisher = await broker.connect(b"pub", clean=True)
+        await publisher.deliver(b"x", *numbered(AHEAD_MIN + 10))
+        device = await broker.connect(b"dev")
+        assert told(await device.publishes(1, ack=False)) == [(b"0", 1)]
+        gate = broker.store.hang_submit()
+        device.send_subscribe((gains, 1))
+        await gate.reached.wait()
+        publisher.publish(b"t/1", b"had", 0)
+        assert told(await device.publishes(1)) == at_most_once(b"had")
+        assert broker.session(b"dev").catches_up
+        if leaves == "amid":
+            await device.cut()
+            await broker.turns(lambda: b"dev" not in broker.hub.registry.owners)
+        gate.release()
+        if leaves != "amid":
+            await device.next(Suback)
+        if leaves:
+            await device.cut()
+            device = await broker.connect(b"dev")
+            assert await device.payloads(AHEAD_MIN + 10) == numbered(AHEAD_MIN + 10)
+        else:
+            device.send(Puback(1))
+            assert await device.payloads(AHEAD_MIN + 9) == numbered(AHEAD_MIN + 9, 1)
+        await device.quiet()
+        await publish(publisher, b"new", topic=b"t/1")
+        assert told(await device.publishes(1)) == at_most_once(b"new")
 
 
 async def test_of_a_connection_that_died_with_the_broker_nothing_comes_again(
