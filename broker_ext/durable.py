@@ -38,7 +38,7 @@ from storage.errors import (
     ResumeHistoryUnavailable,
     StoreError,
 )
-from storage.names import is_shared
+from storage.names import is_shared, levels_match
 from storage.outbox import DeadLetter, Failure
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class DurableSession(Session):
         self.expiry_s = expiry_s
         self.out = Outbound(window, max(window, AHEAD_MIN))
         self.backlog = Backlog(self, snapshot, unbound=unbound)
+        self._gaining: tuple[bytes, ...] = ()
         self.saved_cursor = snapshot.consumer.cursor
         self.inbound = set(snapshot.inbound)
         self._from: dict[bytes, int] = {}
@@ -161,6 +162,12 @@ class DurableSession(Session):
         self.backlog.pump()
 
     # ---------------------------------------------------------------- what is published
+
+    def pass_on(self, entry: Entry, qos: int, options: Options = PLAIN) -> None:
+        is_logged = entry.offset and entry.qos and not qos
+        if is_logged and any(levels_match(name, entry.topic) for name in self._gaining):
+            return  # the subscription that is being saved will have it from the history
+        super().pass_on(entry, qos, options)
 
     def offer(self, entry: Entry, qos: int, options: Options = PLAIN) -> None:
         if not self.backlog.live:
@@ -590,6 +597,7 @@ class DurableSession(Session):
             self.hub.router.count(topic_filter, 1)  # from now on what matches is logged
         passes_over = bool(gained) and 0 in self.subscriptions.values()
         self.backlog.passes_over = passes_over
+        self._gaining = tuple(gained) if passes_over else ()
         self.backlog.hold()
         try:
             if not await self._save_subscriptions(gained, tuple(wanted.values())):
@@ -601,6 +609,7 @@ class DurableSession(Session):
                 self.backlog.pass_over_qos0()
         finally:
             self.backlog.passes_over = False
+            self._gaining = ()
             self.backlog.unhold()
         return [g.qos if g.allowed else g.code for g in grants]
 

@@ -602,3 +602,26 @@ async def test_a_subscribe_of_a_session_that_keeps_up_costs_the_same_however_man
     await publisher.deliver(b"f/7", b"not wanted")
     await publisher.deliver(b"f/8", b"y")
     assert await client.payloads(2) == [b"x", b"y"]
+
+
+@pytest.mark.parametrize("is_saved", [True, False])
+async def test_a_message_is_not_delivered_by_the_old_qos_0_and_by_the_new_subscription(
+    broker: Broker, *, is_saved: bool
+) -> None:
+    """What is published while the new one is being saved."""
+    await broker.sleeper(b"other", (b"t/#", 2))
+    client = await broker.subscriber(b"c", (b"t/+", 0))
+    publisher = await broker.connect(b"p", clean=True)
+    gate = broker.store.hang_submit()
+    client.send_subscribe((b"t/1", 2))
+    await gate.reached.wait()
+    publisher.publish(b"t/1", b"once", 2)
+    publisher.publish(b"t/2", b"live", 2)
+    packet = await client.next(Publish)
+    assert (packet.payload, packet.qos) == (b"live", 0)
+    gate.release(None if is_saved else StoreFull("no space"))
+    assert (await client.next(Suback)).reasons == (b"\x02" if is_saved else b"\x80")
+    if is_saved:
+        (packet,) = await client.publishes(1)
+        assert (packet.payload, packet.qos) == (b"once", 2)
+    await client.quiet()
