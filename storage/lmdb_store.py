@@ -6,8 +6,8 @@ Durability "os" leaves out the sync of the meta page only (``metasync=False``): 
 may be lost with the machine, but the file stays sound. ``sync=False`` would not keep that.
 
 The map. LMDB maps the file at a size that is given, and refuses to grow beyond it. We start small
-(the file is as long as what is in it, whatever the map), and when it is full the batch is given
-up, the map doubled, and the batch applied again. A map cannot be moved under an open read
+(the file is a little longer than what is in it, whatever the map), and when it is full the batch is
+given up, the map doubled, and the batch applied again. A map cannot be moved under an open read
 transaction, so the reader holds a lock while it has one. At the maximum the store is full:
 StoreFull. Deleting needs free pages too, so RESERVE_BYTES are kept back for batches that only
 make room.
@@ -20,6 +20,7 @@ import logging
 import shutil
 from contextlib import suppress
 from functools import partial
+from os import SEEK_END
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -52,6 +53,13 @@ RESERVE_BYTES: Final = 4 << 20
 """Kept back for batches that make room: copies of the pages that a Prune of 64 blocks touches."""
 
 PAGE_BYTES: Final = 4096
+
+LENGTHEN_BYTES: Final = 4 << 20
+LENGTHEN_COMMITS: Final = 16
+"""Every so many commits the file is made longer by so much, if need be: see _lengthen."""
+LOW_DISK_BYTES: Final = 64 << 20
+"""Not when less than this is free."""
+_ZEROS: Final = bytes(64 << 10)
 
 UNWRITTEN_BYTES_MAX: Final = 1 << 20
 """Pages at the end of a file that may be missing without harm; see _must_be_whole."""
@@ -123,6 +131,9 @@ class _LmdbDatabase:
         self._file = file
         self._durability = durability
         self._map_lock = Lock()
+        self._commits = 0
+        self._length = 0
+        """Of the file, when it was made longer the last time."""
         self._lost_map_bytes = 0
         """The size of the map, while the environment is closed and could not be opened again."""
         self._max = map_bytes_max or self._bytes_that_fit()
@@ -205,7 +216,26 @@ class _LmdbDatabase:
                 if frees:
                     self._keep_reserve()
                     self._forget_the_dead()
+                self._lengthen()
                 return result
+
+    def _lengthen(self) -> None:
+        """Have zeros behind the last page, for the next commits to write over. Where a file grows
+        with each commit, each sync puts its new length into the file system's journal: half as
+        much time again, and more where others write to that journal. Nothing depends on it."""
+        self._commits += 1
+        if self._commits % LENGTHEN_COMMITS != 1:
+            return
+        info = self._env.info()
+        end = (info["last_pgno"] + 1) * self._env.stat()["psize"]
+        if end + LENGTHEN_BYTES // 2 <= self._length:
+            return
+        with suppress(OSError), self._file.open("r+b", buffering=0) as file:
+            self._length = file.seek(0, SEEK_END)
+            more = min(end + LENGTHEN_BYTES, info["map_size"]) - self._length
+            if more > 0 and shutil.disk_usage(self._file.parent).free > LOW_DISK_BYTES:
+                file.writelines([_ZEROS] * (more // len(_ZEROS)))
+                self._length = file.tell()
 
     def _forget_the_dead(self) -> None:
         """A process that died while it read the file (a backup) keeps all pages that were in use

@@ -18,9 +18,9 @@ import pytest
 
 from storage.api import Batch, Prune
 from storage.errors import StoreFull, StoreUnavailable
-from storage.lmdb_store import MAP_BYTES, _LmdbDatabase
+from storage.lmdb_store import LENGTHEN_BYTES, MAP_BYTES, _LmdbDatabase
 from storage.outbox import State
-from storage.sqlite_store import CHECKPOINT_BYTES, _SqliteDatabase
+from storage.sqlite_store import _SqliteDatabase
 from tests.storage.engine.raw import Files
 from tests.storage.engine.writer import PER_BATCH
 from tests.storage.harness import message
@@ -133,17 +133,18 @@ async def test_what_is_pruned_is_given_back_to_the_disk(tmp_path: Path) -> None:
         assert connection.execute("PRAGMA freelist_count").fetchone() == (0,)
 
 
-async def test_commits_write_over_what_is_in_the_log(tmp_path: Path) -> None:
+async def test_commits_write_over_what_is_in_the_file_already(files: Files) -> None:
     """A sync then has no new length of the file to write down."""
-    files = Files("sqlite", tmp_path)
     db = files.database()
     await db.open()
+    await db.append(message())
     log = files.file.with_name(f"{files.file.name}-wal")
-    at_first = log.stat().st_size
-    assert at_first > CHECKPOINT_BYTES * 0.9
-    for _ in range(CHECKPOINT_BYTES // (256 << 10)):
-        await db.append(message(payload=bytes(128 << 10)))
-    assert log.stat().st_size == at_first
+    grows = log if files.kind == "sqlite" else files.file
+    at_first = grows.stat().st_size
+    assert at_first > LENGTHEN_BYTES * 0.9
+    for _ in range(8):
+        await db.append(message(payload=bytes(16 << 10)))
+    assert grows.stat().st_size == at_first
     await db.stop()
 
 
