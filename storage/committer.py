@@ -205,6 +205,8 @@ class Committer:
 
     async def apply(self, op: Op, *, retry: bool = False) -> Outcome:
         """Submit and wait. Raises what the batch met; refusals are raised too."""
+        if self._closed:
+            raise StoreUnavailable("the store is closed")
         future: asyncio.Future[Outcome] = self._loop.create_future()
 
         def done(outcome: Outcome) -> None:

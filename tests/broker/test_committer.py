@@ -758,3 +758,10 @@ async def test_closing_while_the_store_fails_leaves_nobody_waiting(
     committer.close()
     with pytest.raises(StoreUnavailable):
         await waiting
+
+
+@pytest.mark.parametrize("retry", [False, True])
+async def test_who_comes_when_it_is_closed_is_told(committer: Committer, *, retry: bool) -> None:
+    committer.close()
+    with pytest.raises(StoreUnavailable, match="closed"):
+        await asyncio.wait_for(committer.apply(retain(), retry=retry), 5)
