@@ -565,11 +565,15 @@ class _Judge:
 
     def _was_handed_on(self, client: str, before: _Delivery) -> bool:
         """Whether what a member had not finished when its connection ended may have been with
-        another one: it is QoS 1, and another one was there."""
+        another one: it is QoS 1, and another one has had it since, or was there."""
+        if before.qos != 1:
+            return False
+        if any(later.turn > before.turn for later in self.group.had[before.message_id]):
+            return True
         others = (
             s for c, s in self.sessions.items() if c != client and self.group.name in s.filters
         )
-        return before.qos == 1 and any(s.gone_ms is None or s.link > before.link for s in others)
+        return any(s.gone_ms is None or s.link > before.link for s in others)
 
     def _once(self, had: set[str], fact: facts.Delivered) -> None:
         sent = self.sent.get(fact.message_id)

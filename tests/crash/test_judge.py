@@ -912,6 +912,19 @@ def _handed_on_and_back_unsent(crew: Crew) -> None:
     crew.finish("one")
 
 
+def _handed_on_and_back_past_one_who_was_there_before(crew: Crew) -> None:
+    crew.connect("one")
+    message = crew.message()
+    crew.send(message)
+    crew.give("one", message)
+    crew.note(facts.Left("one", crew.links["one"], None))
+    crew.give("two", message)
+    crew.note(facts.Left("two", crew.links["two"], None))
+    crew.connect("one")
+    crew.give("one", message)
+    crew.finish("one")
+
+
 def _waits_for_its_member(crew: Crew) -> None:
     message = crew.message(qos=2)
     crew.send(message)
@@ -990,6 +1003,7 @@ def _without_dup_in_the_group(crew: Crew) -> None:
         ("", _handed_on),
         ("", _handed_on_and_back_under_the_same_packet_id),
         ("", _handed_on_and_back_unsent),
+        ("", _handed_on_and_back_past_one_who_was_there_before),
         ("", _waits_for_its_member),
         ("lost", _left_alone),
         ("", _read_by_who_has_left),
