@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from broker_ext.figures import Figures
@@ -118,6 +119,7 @@ class Hub:
             queues_qos0=settings.queue_qos0,
         )
         self.router.load(self.opened.filters)
+        self.opened = replace(self.opened, filters=())  # they may be as many as the sessions
         self.wills.load(self.opened.wills)
 
     async def load(self) -> None:

@@ -97,21 +97,37 @@ class _Node(Generic[T]):
         self.hash: T | None = None
 
 
+def _is_wild(topic_filter: bytes) -> bool:
+    return b"+" in topic_filter or b"#" in topic_filter
+
+
 class FilterTree(Generic[T]):
     """Topic filter -> value, and all values whose filter matches a topic.
 
-    Costs memory for each distinct filter, and time for each level of the topic that is looked up.
+    Costs memory for each distinct filter, and time for each level of the topic that is looked up,
+    if there are wildcards: a fleet whose sessions have a topic each has none, and is a dict.
     """
 
-    __slots__ = ("_make", "_root", "size")
+    __slots__ = ("_exact", "_make", "_root", "_wild")
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
+        self._exact: dict[bytes, T] = {}
         self._root: _Node[T] = _Node()
-        self.size = 0
+        self._wild = 0
+
+    @property
+    def size(self) -> int:
+        """How many filters there are."""
+        return len(self._exact) + self._wild
 
     def at(self, topic_filter: bytes) -> T:
         """The value of a filter, made if it is not there."""
+        if not _is_wild(topic_filter):
+            found = self._exact.get(topic_filter)
+            if found is None:
+                found = self._exact[topic_filter] = self._make()
+            return found
         node = self._root
         levels = topic_filter.split(b"/")
         last = levels.pop() if levels[-1] == b"#" else None
@@ -125,7 +141,7 @@ class FilterTree(Generic[T]):
         value = node.here if last is None else node.hash
         if value is None:
             value = self._make()
-            self.size += 1
+            self._wild += 1
             if last is None:
                 node.here = value
             else:
@@ -134,6 +150,8 @@ class FilterTree(Generic[T]):
 
     def find(self, topic_filter: bytes) -> T | None:
         """The value of a filter, None if it is not there."""
+        if not _is_wild(topic_filter):
+            return self._exact.get(topic_filter)
         node: _Node[T] | None = self._root
         levels = topic_filter.split(b"/")
         last = levels.pop() if levels[-1] == b"#" else None
@@ -145,6 +163,9 @@ class FilterTree(Generic[T]):
 
     def remove(self, topic_filter: bytes) -> None:
         """Take a filter out, with the levels that nothing else needs."""
+        if not _is_wild(topic_filter):
+            self._exact.pop(topic_filter, None)
+            return
         path: list[tuple[_Node[T], bytes]] = []
         node = self._root
         levels = topic_filter.split(b"/")
@@ -156,10 +177,10 @@ class FilterTree(Generic[T]):
             path.append((node, level))
             node = child
         if last is None:
-            self.size -= node.here is not None
+            self._wild -= node.here is not None
             node.here = None
         else:
-            self.size -= node.hash is not None
+            self._wild -= node.hash is not None
             node.hash = None
         while path and node.here is None and node.hash is None and not node.children:
             node, level = path.pop()
@@ -170,6 +191,13 @@ class FilterTree(Generic[T]):
 
     def match(self, topic: bytes) -> list[T]:
         """The values of all filters that match a topic name."""
+        found = self._match_wild(topic) if self._wild else []
+        exact = self._exact.get(topic)
+        if exact is not None:
+            found.append(exact)
+        return found
+
+    def _match_wild(self, topic: bytes) -> list[T]:
         out: list[T] = []
         nodes = [self._root]
         special = topic[:1] == b"$"

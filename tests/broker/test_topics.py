@@ -143,6 +143,7 @@ def test_a_filter_tree_keeps_nothing_of_what_was_removed(filters: set[bytes]) ->
     for topic_filter in filters:
         tree.remove(topic_filter)
     assert tree.size == 0
+    assert not tree._exact
     assert tree._root.children is None
     assert tree._root.hash is None
 
