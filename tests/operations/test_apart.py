@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from broker_ext.cli.errors import CannotOperate
-from broker_ext.cli.operations import Keys, check
+from broker_ext.cli.operations import check
+from broker_ext.cli.store import Keys, Store
 from storage.apart import apart
 from storage.errors import StoreCorrupt, StoreLocked
 from storage.lock import DirectoryLock
@@ -52,7 +53,7 @@ async def test_check_tells_of_a_file_that_ends_who_reads_it(
     before = files.database.read_bytes()
     monkeypatch.setattr("storage.inspection._walk", die)
     with pytest.raises(CannotOperate, match="SIGKILL"):
-        check(files.data, Keys(), is_repaired=is_repaired, as_json=False)
+        check(Store(files.data, Keys()), is_repaired=is_repaired, as_json=False)
     monkeypatch.undo()
-    assert check(files.data, Keys(), is_repaired=is_repaired, as_json=True)
+    assert check(Store(files.data, Keys()), is_repaired=is_repaired, as_json=True)
     assert files.database.read_bytes() == before
