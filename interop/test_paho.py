@@ -3,7 +3,8 @@
 Nothing here knows how the broker works: paho's clients connect, publish, disconnect and are kicked
 out; the broker is a process that is killed and started again on the same port and data.
 
-`--long` (or AMQTT_DURABLE_LONG=1) has clients fight for their ids for a minute, not for seconds.
+AMQTT_DURABLE_LONG=1 (or `pytest --long` for all tests) has clients fight for their ids for a
+minute, not for seconds.
 """
 
 from __future__ import annotations
