@@ -179,20 +179,13 @@ class Backlog:
             self.cursor, replay.topics, replay.accepts, stretches_max=TAIL_WALK_MAX
         )
 
-    def _tail(self) -> list[Entry] | None:
-        """All that comes after the cursor, if it is in memory and little, or not committed yet."""
-        committer, cursor = self._committer, self.cursor
-        if committer.last - cursor > TAIL_WALK_MAX and cursor < committer.head:
-            return None
-        return committer.since(cursor)
-
     def _claim_near(self, near: Iterable[Entry]) -> bool:
         granted = self.replay.granted
         return self._claim_all(((e, granted(e)) for e in near), self._committer.last)
 
     def _claim_all(self, entries: Iterable[tuple[Entry, int]], through: int) -> bool:
         """Claim what is wanted of ``entries``, in order; move the cursor. False: no more room."""
-        session = self._session
+        session, hub = self._session, self._hub
         out = session.out
         options = self.replay.options
         newest = self._newest
@@ -201,8 +194,8 @@ class Backlog:
                 if self.catches_up and not self._give(entry):
                     self.cursor = entry.offset - 1
                     return False
-            elif qos and not (entry.expires_ms and session.is_over(entry)):
-                if newest is not None and session.is_superseded(entry):
+            elif qos and not (entry.expires_ms and hub.is_over(entry)):
+                if newest is not None and hub.is_superseded(entry):
                     continue
                 if not out.room:
                     self.cursor = entry.offset - 1
@@ -221,7 +214,7 @@ class Backlog:
         session = self._session
         if entry.offset <= self._qos0_after or not self.replay.wants(entry):
             return True
-        if self._newest is not None and session.is_superseded(entry):
+        if self._hub.is_superseded(entry):
             return True
         if session.peer.congested:
             return False
@@ -257,8 +250,7 @@ class Backlog:
             session.unavailable(error)
         finally:
             self.reading = None
-        if not self._stands and session.out.low:
-            self.pump()
+        self.pump_if_low()
 
     async def _read_chunk(self) -> bool:
         """Returns whether to go on."""
@@ -268,7 +260,7 @@ class Backlog:
         near = None if guarded else self._near()
         if near is not None:
             return self._claim_near(near)
-        tail = self._tail() if guarded else None
+        tail = self._committer.tail(self.cursor, TAIL_WALK_MAX) if guarded else None
         if tail is not None:
             if not tail:
                 self._reached()

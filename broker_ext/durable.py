@@ -119,8 +119,8 @@ class DurableSession(Session):
             self._note_options(subscription)
         self._due = self.out.restore(snapshot)
         self._attempts_max = hub.settings.max_delivery_attempts
-        self._newest = hub.router.rules.newest
-        self._looks = bool(self.bytes_max or self._attempts_max or self._newest)
+        newest = hub.router.rules.newest
+        self._looks = bool(self.bytes_max or self._attempts_max or newest)
         """At each delivery, before it is sent."""
         self._is_behind = False
         self._is_careful = self._attempts_max > 0 and self.out.has_suspects
@@ -443,20 +443,13 @@ class DurableSession(Session):
             if 0 < self._attempts_max <= flight.attempts:
                 self._give_up(flight)
                 return Failure.UNDELIVERABLE
-        elif entry.expires_ms and self.is_over(entry):
+        elif entry.expires_ms and self.hub.is_over(entry):
             return Failure.NONE
-        elif self._is_behind and not flight.state & HELD and self.is_superseded(entry):
+        elif self._is_behind and not flight.state & HELD and self.hub.is_superseded(entry):
             return Failure.NONE  # it waited for the client; who keeps up gets every one
         if self.is_too_large(entry, flight.qos, flight.options.identifiers):
             return Failure.TOO_LARGE
         return None
-
-    def is_superseded(self, entry: Entry) -> bool:
-        """Whether a newer message of its topic will come, and is all that is wanted; counted."""
-        if self._newest is not None and self._newest.supersedes(entry):
-            self.hub.figures.superseded += 1
-            return True
-        return False
 
     def _give_up(self, flight: Flight) -> None:
         self.hub.figures.undeliverable += 1

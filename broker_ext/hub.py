@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from broker_ext.rekeying import Rekeying
     from broker_ext.session import Session
     from broker_ext.settings import Settings
-    from storage.api import Opened, Outcome, Store, Will
+    from storage.api import Entry, Opened, Outcome, Store, Will
     from storage.clock import Clock
     from storage.errors import ResumeHistoryUnavailable
 
@@ -275,6 +275,24 @@ class Hub:
     async def _recover_wills(self) -> None:
         await asyncio.sleep(self.settings.will_recovery_delay_s)
         self.wills.publish_orphans()
+
+    # ------------------------------------------------------------- what is not delivered
+
+    def is_over(self, message: Entry) -> bool:
+        """Whether its Message Expiry Interval has passed [MQTT5-3.3.2-5]; counted then."""
+        if 0 < message.expires_ms <= self.clock.now_ms():
+            self.figures.expired_messages += 1
+            return True
+        return False
+
+    def is_superseded(self, entry: Entry) -> bool:
+        """Whether a newer message of its topic will come, and is all that is wanted
+        (``broker_ext.rules``); counted then."""
+        newest = self.router.rules.newest
+        if newest is not None and newest.supersedes(entry):
+            self.figures.superseded += 1
+            return True
+        return False
 
     # ------------------------------------------------------------------- for an operator
 

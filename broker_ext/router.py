@@ -299,9 +299,7 @@ class Router:
         return stored
 
     def _deadline(self, route: Route, expires_ms: int) -> int:
-        """Of a message that is logged (``expire_after``)."""
-        if not route.expire_after_ms:
-            return expires_ms
+        """Of a message that is logged, where there is ``expire_after``."""
         over_ms = self.committer.clock.now_ms() + route.expire_after_ms
         return min(expires_ms or over_ms, over_ms)
 
@@ -316,8 +314,10 @@ class Router:
             and self.committer.is_at_ease
         )
         if logged:
-            expires_ms = self._deadline(route, message.expires_ms)
-            self.committer.append(*message._replace(expires_ms=expires_ms)[1:])
+            kept = message
+            if route.expire_after_ms:
+                kept = kept._replace(expires_ms=self._deadline(route, kept.expires_ms))
+            self.committer.append(*kept[1:])
         for session, _, options in route.durable:
             if not (logged and session.catches_up):
                 session.pass_on(message, 0, options)

@@ -364,7 +364,7 @@ class Session:
 
     def is_undeliverable(self, entry: Entry, qos: int, identifiers: bytes) -> bool:
         """Whether a message is not to be sent; it is counted then."""
-        if entry.expires_ms and self.is_over(entry):
+        if entry.expires_ms and self.hub.is_over(entry):
             return True
         return self.is_too_large(entry, qos, identifiers)
 
@@ -372,13 +372,6 @@ class Session:
         """Whether the client takes no packet that large [MQTT5-3.1.2-24]; counted then."""
         if self.bytes_max and publish_bytes(entry, qos, identifiers) > self.bytes_max:
             self.hub.figures.too_large += 1
-            return True
-        return False
-
-    def is_over(self, entry: Entry) -> bool:
-        """Whether the Message Expiry Interval has passed [MQTT5-3.3.2-5]; counted then."""
-        if 0 < entry.expires_ms <= self.hub.clock.now_ms():
-            self.hub.figures.expired_messages += 1
             return True
         return False
 

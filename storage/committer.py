@@ -521,6 +521,12 @@ class Committer:
             return []
         return self._recent.since(offset, self._open.entries)
 
+    def tail(self, offset: int, entries_max: int) -> list[Entry] | None:
+        """``since``, if that is little, or the store does not have all of it yet."""
+        if self.last - offset > entries_max and offset < self.head:
+            return None
+        return self.since(offset)
+
     def wanted_since(
         self,
         offset: int,

@@ -178,7 +178,7 @@ class Backlog:
             self.working.cancel()
 
     def _hand_on(self) -> None:
-        """What went back, first."""
+        """What went back, first; whatever newer message of its topic came since."""
         group = self._group
         while self.loose:
             flight = self.loose[0]
@@ -186,7 +186,7 @@ class Backlog:
             if entry is None:
                 group.fetching.ask(flight)
                 return
-            if self._is_over(entry):
+            if group.hub.is_over(entry):
                 group.settle(flight)
                 continue
             member, fits = group.turns.choose(entry)
@@ -198,23 +198,6 @@ class Backlog:
                 group.settle(flight)
             else:
                 return
-
-    def _is_over(self, entry: Entry) -> bool:
-        hub = self._group.hub
-        if 0 < entry.expires_ms <= hub.clock.now_ms():
-            hub.figures.expired_messages += 1
-            return True
-        return False
-
-    def _is_superseded(self, entry: Entry) -> bool:
-        """Whether a newer message of its topic will come, and is all that is wanted
-        (``broker_ext.rules``). What was with somebody before is handed on, whatever came since."""
-        hub = self._group.hub
-        newest = hub.router.rules.newest
-        if newest is not None and newest.supersedes(entry):
-            hub.figures.superseded += 1
-            return True
-        return False
 
     # ------------------------------------------------------------------------ catching up
 
@@ -228,10 +211,7 @@ class Backlog:
         return self._replay
 
     def _tail(self) -> list[Entry] | None:
-        committer, cursor = self.committer, self.cursor
-        if committer.last - cursor > TAIL_WALK_MAX and cursor < committer.head:
-            return None
-        return committer.since(cursor)
+        return self.committer.tail(self.cursor, TAIL_WALK_MAX)
 
     def _claim_tail(self, tail: list[Entry]) -> bool:
         granted = self.replay.granted
@@ -240,8 +220,9 @@ class Backlog:
     def _claim_all(self, entries: Sequence[tuple[Entry, int]], through: int) -> bool:
         """Claim what is wanted of ``entries``, in order; move the cursor. False: no more room."""
         group = self._group
+        hub = group.hub
         for entry, qos in entries:
-            if not qos or self._is_over(entry) or self._is_superseded(entry):
+            if not qos or hub.is_over(entry) or hub.is_superseded(entry):
                 continue
             member, fits = group.turns.choose(entry)
             if member is not None:
@@ -330,7 +311,9 @@ class Backlog:
 
     async def _offer_loose(self, flight: Handed, entry: Entry) -> bool:
         """Returns whether to go on."""
-        member, fits = (None, False) if self._is_over(entry) else await self._permitted(entry)
+        member, fits = (
+            (None, False) if self._group.hub.is_over(entry) else await self._permitted(entry)
+        )
         if not flight.is_loose:
             return True  # its member came back, or nobody is left
         if member is not None:
@@ -343,6 +326,7 @@ class Backlog:
     async def _offer_chunk(self) -> bool:
         """Returns whether to go on."""
         group = self._group
+        hub = group.hub
         tail = self._tail()
         if tail is not None:
             granted = self.replay.granted
@@ -351,7 +335,7 @@ class Backlog:
         else:
             wanted, through = await self._next_chunk()
         for entry, qos in wanted:
-            if not qos or self._is_over(entry) or self._is_superseded(entry):
+            if not qos or hub.is_over(entry) or hub.is_superseded(entry):
                 continue
             member, fits = await self._permitted(entry)
             if not self._follows:

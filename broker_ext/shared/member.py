@@ -196,7 +196,7 @@ class Member:
         joined = flight.group.members.get(self)
         options = joined.options if joined is not None else PLAIN
         session = self.session
-        if entry.expires_ms and not flight.dup and session.is_over(entry):
+        if entry.expires_ms and not flight.dup and session.hub.is_over(entry):
             self._settle(flight)
             return
         if session.is_too_large(entry, flight.qos, options.identifiers):  # it took larger ones
